@@ -1,0 +1,23 @@
+"""The time that the asynchronous runtime reads. Everything that waits takes a clock, so that another can replace it."""
+
+import asyncio
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Seconds since an arbitrary start, and a sleep on the same scale."""
+
+    def now(self) -> float: ...
+
+    async def sleep(self, seconds: float) -> None: ...
+
+
+class WallClock:
+    """Real time (monotonic)."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
