@@ -1,0 +1,36 @@
+"""Configuration: one strict model, read from a TOML file, then the environment, then the command line."""
+
+from pace_agent.config.load import build_config, load_config
+from pace_agent.config.models import (
+    EngineSection,
+    EnvSection,
+    EvalSection,
+    ModelSection,
+    PoolSection,
+    RolloutSection,
+    RunConfig,
+    RunSection,
+    SandboxSection,
+)
+from pace_agent.config.resume import check_resume, config_fingerprint
+from pace_agent.config.toml import dump_toml
+from pace_agent.config.trainer import check_trainer_keys, trainer_options
+
+__all__ = [
+    "EngineSection",
+    "EnvSection",
+    "EvalSection",
+    "ModelSection",
+    "PoolSection",
+    "RolloutSection",
+    "RunConfig",
+    "RunSection",
+    "SandboxSection",
+    "build_config",
+    "check_resume",
+    "check_trainer_keys",
+    "config_fingerprint",
+    "dump_toml",
+    "load_config",
+    "trainer_options",
+]

@@ -1,0 +1,254 @@
+"""The whole configuration of a run: one strict model with a section for each part.
+
+What always holds:
+
+* An unknown key is an error, and no value is converted on the quiet: `"128"` is not a number, `1` is not `true`.
+* A config is frozen, and every combination that can't run was refused when it was made.
+* Every field says what it is for; `pace-agent config show` prints these words above each key.
+
+A field that may be empty is emptied by the word `"none"`, because TOML has no null.
+"""
+
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from pace_agent.config.trainer import TrainerOptions, divisors
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+FolderPath = Annotated[Path, Field(strict=False)]
+
+
+class Section(BaseModel):
+    """A table of the config file."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        use_attribute_docstrings=True,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_words(cls, data: Any) -> Any:
+        """Turn "none" into None where the field may be empty."""
+        if not isinstance(data, dict):
+            return data
+        fields = cls.model_fields
+        return {
+            key: None if value == "none" and key in fields and NoneType in get_args(fields[key].annotation) else value
+            for key, value in data.items()
+        }
+
+
+class EnvSection(Section):
+    """The environment: what the model is asked to do, and how it is rewarded."""
+
+    id: str = "pace/Shop-v0"
+    """An id that `pace-agent env list` shows, or `module:Class` for an environment of your own."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the environment's constructor, as `--env.kwargs.NAME VALUE` on the command line."""
+    tasks: str | None = None
+    """Tasks from elsewhere: a JSONL file, or `hf:DATASET`. Empty: the environment's own."""
+    reward: str | None = None
+    """A reward function of your own, as `module:function`. Empty: the environment's own."""
+
+
+class ModelSection(Section):
+    """The model that is trained."""
+
+    path: str = "embedded"
+    """A Hugging Face folder with weights, tokenizer and chat template; `embedded`: the small model that comes along."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the trained weights and of the engine's. float32 keeps log-probabilities comparable between the two."""
+    lora_r: Annotated[int, Field(ge=0)] = 0
+    """Rank of LoRA adapters; 0 trains all weights. Adapters are merged whenever weights go to the engine."""
+    lora_alpha: Positive = 32
+    """Scale of the adapters, over their rank. Without effect while `lora_r` is 0."""
+    tool_parser: Literal["hermes"] = "hermes"
+    """How the model writes tool calls: `hermes` is JSON in `<tool_call>` tags (Qwen, Hermes)."""
+
+
+class EngineSection(Section):
+    """What generates tokens while the trainer works."""
+
+    kind: Literal["local"] = "local"
+    """`local`: transformers on this machine, with continuous batching."""
+    process: bool = True
+    """Run it in a process of its own, so that generation and training overlap. false is simpler to debug."""
+    slots: Positive = 128
+    """Sequences that decode together; rollouts beyond that wait. More slots cost memory and slow each step."""
+    context: Positive | None = None
+    """Longest sequence in tokens. Empty: what the model's config says."""
+    threads: Positive = 1
+    """Torch threads of the engine. On busy cores one thread is faster than two, which wait for each other."""
+    stale_cache: Literal["recompute", "keep"] = "recompute"
+    """After a weight update, `recompute` kept prefixes under the new weights, or `keep` their stale cache (faster, and
+    the log-probabilities are then no longer those of any one version)."""
+
+
+class RolloutSection(Section):
+    """How episodes are played, and when they end."""
+
+    concurrency: Positive = 96
+    """Rollouts in flight. What exceeds the trainer's pace becomes staleness, so more is not better."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Rollouts of one task. Advantages compare a rollout with the others of its group."""
+    max_turns: Positive = 5
+    """Turns of the model."""
+    max_turn_tokens: Positive = 32
+    """Sampled tokens of one turn. A tool call cut off here is not executed."""
+    max_tokens: Positive = 160
+    """Sampled tokens of a rollout, over all its turns."""
+    max_context: Positive | None = 256
+    """Tokens of the whole sequence, prompts and tool results with it. Empty: the engine's context."""
+    max_tool_calls: Annotated[int, Field(ge=0)] | None = None
+    """Tool calls of a rollout; 0 allows none. Empty: no limit but the turns."""
+    max_seconds: Seconds | None = 600.0
+    """Seconds of a rollout, tools and waiting with it. Empty: no limit."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature. The trainer uses the same one, or its ratios would be wrong."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Keep the smallest set of tokens with this probability. Below 1 the ratios are only approximate."""
+    max_attempts: Positive = 4
+    """Tries of a task, the first one included, before it is given up."""
+    requeue: bool = True
+    """Send the task of a rejected or failed rollout back to be tried again."""
+    max_failure_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Stop the run when more than this share of recent rollouts failed: something is broken then."""
+
+
+class PoolSection(Section):
+    """The PACE pool: completed rollouts wait here, and too stale ones are rejected when a batch is drawn."""
+
+    policy: Literal["pace", "sync", "unfiltered", "max_staleness", "bounded_admission", "drop_oldest"] = "pace"
+    """Who may start, who is rejected, who is drawn. All but `pace` are baselines to compare with."""
+    batch_size: Positive = 128
+    """Trajectories of one optimiser step; a multiple of `rollout.group_size`."""
+    unit: Literal["trajectory", "group"] = "trajectory"
+    """Rank, reject and draw single trajectories, or whole groups for losses that need them together."""
+    target: Positive | None = None
+    """Occupancy above which there is an excess, in trajectories. Empty: one batch."""
+    beta: Annotated[float, Field(ge=0)] = 1.0
+    """Share of the excess that a draw may reject."""
+    cap: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Largest share of the pool that a draw may reject."""
+    lam: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of generation staleness against waiting staleness (lambda)."""
+    staleness: Literal["prefix", "span", "turns", "none"] = "prefix"
+    """How generation staleness counts: by the share of stale tokens (`prefix`), the oldest token (`span`), the mean of
+    the turns (`turns`), or not at all (`none`)."""
+    order: Literal["fifo", "freshest"] = "fifo"
+    """Which of the remaining ones are drawn first."""
+    fairness: Literal["length", "none"] = "length"
+    """`length` spreads rejections over all lengths, or long rollouts would lose; `none` ranks by staleness alone."""
+    bins: Positive = 16
+    """Length bins for `fairness = "length"`. More bins keep the mix of lengths closer and reject less by staleness."""
+    max_staleness: Annotated[int, Field(ge=0)] = 4
+    """Oldest token allowed, in versions. For `policy = "max_staleness"` alone."""
+    eta: Annotated[int, Field(ge=0)] = 4
+    """Batches that production may run ahead. For `policy = "bounded_admission"` alone."""
+    capacity: Positive | None = None
+    """Waiting trajectories at which no new rollout starts. Empty: eight batches."""
+
+
+class SandboxSection(Section):
+    """Where code that the model wrote runs. Environments without such code ignore this."""
+
+    backend: Literal["auto", "bwrap", "subprocess"] = "auto"
+    """`bwrap` isolates with bubblewrap; `auto` takes the first isolating backend that works here, or stops.
+    `subprocess` isolates nothing and needs `unsafe`."""
+    timeout: Seconds = 10.0
+    """Seconds of one execution."""
+    memory_mib: Annotated[int, Field(ge=16)] = 1024
+    """Memory of a session, in MiB."""
+    processes: Positive = 64
+    """Processes of a session."""
+    disk_mib: Positive = 64
+    """Writable space of a session, in MiB."""
+    unsafe: bool = False
+    """Allow a backend that isolates nothing. The model's code then runs with your rights."""
+
+
+class EvalSection(Section):
+    """Evaluation during training, on tasks that training never draws. `pace-agent eval` has options of its own."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations; 0 turns them off."""
+    tasks: Positive = 100
+    """Held-out tasks."""
+    n: Positive = 1
+    """Rollouts of each task."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Sampling temperature; 0 takes the likeliest token."""
+
+
+class RunSection(Section):
+    """The run itself: where it is kept, and how often it is saved."""
+
+    dir: FolderPath | None = None
+    """The run folder. Empty: `runs/<environment>-<time>`."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Of tasks, sampling and training."""
+    checkpoint_every: Positive = 20
+    """Steps between checkpoints. A crash loses what came after the last one."""
+    keep_checkpoints: Positive = 2
+    """Checkpoints kept, newest first; the best one is kept apart."""
+    log_every: Positive = 1
+    """Steps between rows of metrics."""
+    report_to: list[str] = Field(default_factory=list)
+    """Trackers that get the metrics too, as TRL names them: trackio, wandb, tensorboard."""
+
+
+class RunConfig(Section):
+    """Everything that decides a run."""
+
+    env: EnvSection = Field(default_factory=EnvSection)
+    model: ModelSection = Field(default_factory=ModelSection)
+    engine: EngineSection = Field(default_factory=EngineSection)
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    pool: PoolSection = Field(default_factory=PoolSection)
+    sandbox: SandboxSection = Field(default_factory=SandboxSection)
+    trainer: TrainerOptions = Field(default_factory=dict)
+    """Options of TRL's GRPOConfig, under TRL's names, over the defaults of the embedded job."""
+    eval: EvalSection = Field(default_factory=EvalSection)
+    run: RunSection = Field(default_factory=RunSection)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "RunConfig":
+        pool, batch = self.pool, self.pool.batch_size
+        _check_multiple("pool.batch_size", batch, "rollout.group_size", self.rollout.group_size)
+        micro = self.trainer.get("per_device_train_batch_size", 1)
+        if batch % micro:
+            closest = min(divisors(batch), key=lambda divisor: (abs(divisor - micro), -divisor))
+            raise ValueError(
+                f"trainer.per_device_train_batch_size = {micro} does not divide pool.batch_size = {batch}; "
+                f"the closest that does is {closest}"
+            )
+        if pool.target is not None and pool.target < batch:
+            raise ValueError(f"pool.target = {pool.target} is below pool.batch_size = {batch}; the lowest is {batch}")
+        wanted = max(batch, pool.target or 0)
+        if pool.capacity is not None and pool.capacity < wanted:
+            raise ValueError(
+                f"pool.capacity = {pool.capacity} is below what a draw waits for; the lowest is {wanted} "
+                "(pool.batch_size, or pool.target where that is more)"
+            )
+        if self.sandbox.backend == "subprocess" and not self.sandbox.unsafe:
+            raise ValueError(
+                'sandbox.backend = "subprocess" isolates nothing: the model\'s code would run with your rights. '
+                'Set sandbox.backend = "bwrap", or sandbox.unsafe = true if that is what you want'
+            )
+        return self
+
+
+def _check_multiple(key: str, value: int, of_key: str, of: int) -> None:
+    if value % of:
+        below, above = value // of * of, (value // of + 1) * of
+        closest = f"{below} and {above}" if below else f"{above}"
+        raise ValueError(f"{key} = {value} is not divisible by {of_key} = {of}; closest: {closest}")
