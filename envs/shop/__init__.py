@@ -1,0 +1,1 @@
+"""Shop: look up hidden prices, add them up."""
