@@ -141,8 +141,8 @@ class PoolSection(Section):
     """Largest share of the pool that a draw may reject."""
     lam: Annotated[float, Field(ge=0)] = 1.0
     """Weight of generation staleness against waiting staleness (lambda)."""
-    staleness: Literal["prefix", "span", "turns", "none"] = "prefix"
-    """How generation staleness counts: by the share of stale tokens (`prefix`), the oldest token (`span`), the mean of
+    staleness: Literal["tokens", "turns", "span", "none"] = "tokens"
+    """How generation staleness counts: by the share of stale tokens (`tokens`), the oldest token (`span`), the mean of
     the turns (`turns`), or not at all (`none`)."""
     order: Literal["fifo", "freshest"] = "fifo"
     """Which of the remaining ones are drawn first."""
