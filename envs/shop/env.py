@@ -16,8 +16,23 @@ from pace_agent.tools.base import ToolError, ToolResult, tool
 from pace_agent.tools.calculator import calculator
 from pace_agent.types import Task, ToolCall
 
-NAMES = tuple(
-    ["Ann", "Ben", "Cal", "Dora", "Eva", "Finn", "Gus", "Hana", "Ivo", "Jan", "Kim", "Leo", "Mia", "Ned", "Ola", "Pia"]
+NAMES = (
+    "Ann",
+    "Ben",
+    "Cal",
+    "Dora",
+    "Eva",
+    "Finn",
+    "Gus",
+    "Hana",
+    "Ivo",
+    "Jan",
+    "Kim",
+    "Leo",
+    "Mia",
+    "Ned",
+    "Ola",
+    "Pia",
 )
 ITEMS = {
     "apple": "apples",
