@@ -117,7 +117,8 @@ def pass_at_k(n: int, correct: int, k: int) -> float | None:
 def estimate(values_by_task: Iterable[Sequence[float]]) -> Estimate | None:
     """Mean of the tasks' means, with Student's t interval over them. None without a value.
 
-    A task without a value is left out. No interval is given where fewer than two tasks differ: a spread of zero would claim certainty.
+    A task without a value is left out. There is no interval where fewer than two tasks differ: a spread of zero would
+    claim certainty.
     """
     means = [fmean(values) for values in values_by_task if values]
     if not means:
