@@ -202,11 +202,12 @@ class ToolEnv(gymnasium.Env[Messages, Message | str]):
     async def aclose(self) -> None:
         """Close what is open. Closing twice is fine."""
         self._closed = self._over = True
-        await self._close_session()
-        async with self._opening:
-            provider, self._provider = (self._provider, None) if self._owns_provider else (None, self._provider)
-        if provider is not None:
-            await provider.aclose()
+        try:
+            await self._close_session()
+        finally:
+            owned, self._owns_provider = self._owns_provider, False
+            if owned and self._provider is not None:
+                await self._provider.aclose()
 
     async def _close_session(self) -> None:
         async with self._opening:

@@ -19,9 +19,11 @@ import inspect
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import EntryPoint, entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
 from pace_agent.errors import PaceError, UserError, did_you_mean
@@ -109,9 +111,15 @@ def _known() -> dict[str, _Entry]:
     known = {env_id: _Entry(target, "builtin") for env_id, target in BUILTIN.items()}
     for env_id, (target, kwargs) in _handed_down().items():
         known.setdefault(env_id, _Entry(target, "registered", kwargs))
-    for point in entry_points(group=ENTRY_POINTS):
+    for point in _entry_points(tuple(sys.path)):
         known.setdefault(point.name, _from_entry_point(point))
     return known
+
+
+@lru_cache(maxsize=1)
+def _entry_points(path: tuple[str, ...]) -> EntryPoints:
+    """Read once for each search path: it opens a file of every installed package."""
+    return entry_points(group=ENTRY_POINTS)
 
 
 def _from_entry_point(point: EntryPoint) -> _Entry:
