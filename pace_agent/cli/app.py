@@ -1,0 +1,161 @@
+"""The commands. Each one reads its options and calls the module that does the work, which is loaded only then."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pace_agent import __version__
+from pace_agent.cli.configs import eval_config, read_config, resumed_config
+
+SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Commands that take `--section.key value` for any key of the configuration."""
+
+SETTINGS_HELP = (
+    "Any setting can follow as [bold]--section.key VALUE[/]. "
+    "[bold]pace-agent config show[/] lists them all with what they mean."
+)
+
+app = typer.Typer(
+    name="pace-agent",
+    help="Train language models that use tools, by asynchronous reinforcement learning.",
+    epilog="Start with [bold]pace-agent train[/]: it trains a small model on two CPU cores in a few minutes.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+env_app = typer.Typer(help="Environments: what there is to learn.", no_args_is_help=True)
+config_app = typer.Typer(help="The configuration of a run.", no_args_is_help=True)
+app.add_typer(env_app, name="env")
+app.add_typer(config_app, name="config")
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", "-c", metavar="FILE", help="A TOML file with settings.", show_default=False)
+]
+EnvId = Annotated[
+    str | None,
+    typer.Option("--env", metavar="ID", help="An id from `env list`, or module:Class.", show_default=False),
+]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 takes the likeliest token.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+@app.command(context_settings=SETTINGS, epilog=SETTINGS_HELP)
+def train(
+    context: typer.Context,
+    config: ConfigFile = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN_DIR", help="Go on from the last checkpoint of this run.", show_default=False),
+    ] = None,
+) -> None:
+    """Train a model on an environment.
+
+    Without options: the small model that comes along learns [bold]pace/Shop-v0[/], on two CPU cores.
+
+    [dim]pace-agent train --seed 1
+    pace-agent train --env pace/MathPython-v0 --model ./my-model
+    pace-agent train --config run.toml --pool.policy unfiltered --trainer.learning_rate 1e-5
+    pace-agent train --resume runs/Shop-v0-20260101-120000[/]
+
+    Short forms: [bold]--model PATH[/], [bold]--env ID[/], [bold]--seed N[/], [bold]--run-dir DIR[/].
+    Environment variables work too: PACE_AGENT_POOL__POLICY sets [bold]--pool.policy[/].
+    The command line wins over the environment, and that over the file.
+    """
+    if resume is None:
+        settings = read_config(config, context.args, os.environ)
+    else:
+        settings = resumed_config(resume, config, context.args, os.environ)
+    from pace_agent.cli.train import run
+
+    run(settings, resume)
+
+
+@app.command("eval", context_settings=SETTINGS, epilog=SETTINGS_HELP)
+def evaluate(
+    context: typer.Context,
+    target: Annotated[
+        str,
+        typer.Argument(metavar="RUN_OR_MODEL", help="A run folder, a model folder, or `embedded`.", show_default=False),
+    ],
+    env: EnvId = None,
+    n: Annotated[int, typer.Option("-n", min=1, help="Rollouts of each task.")] = 4,
+    tasks: Annotated[int, typer.Option(min=1, help="Tasks, none of which training ever draws.")] = 200,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+    temperature: Temperature = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a model on held-out tasks.
+
+    Prints the mean reward with its interval, pass@k, the truncated share, and what failed.
+    A run folder is evaluated on its own environment unless [bold]--env[/] names another.
+
+    [dim]pace-agent eval embedded --env pace/Shop-v0
+    pace-agent eval runs/Shop-v0-20260101-120000 -n 8 --tasks 100 --json[/]
+    """
+    settings = eval_config(target, env, context.args, os.environ)
+    from pace_agent.cli.evaluate import run
+
+    run(target, settings, n=n, tasks=tasks, seed=seed, temperature=temperature, as_json=as_json)
+
+
+@app.command(context_settings=SETTINGS, epilog=SETTINGS_HELP)
+def rollout(
+    context: typer.Context,
+    env: EnvId = None,
+    model: Annotated[
+        str, typer.Option(metavar="PATH", help="A run folder, a model folder, or `embedded`.")
+    ] = "embedded",
+    seed: Annotated[int, typer.Option(min=0, help="Chooses the task and the sampling.")] = 0,
+    temperature: Temperature = 1.0,
+) -> None:
+    """Play one episode and print it, turn by turn.
+
+    [dim]pace-agent rollout --env pace/Shop-v0 --seed 7
+    pace-agent rollout --env my_module:MyEnv --model runs/Shop-v0-20260101-120000[/]
+    """
+    settings = eval_config(model, env, context.args, os.environ)
+    from pace_agent.cli.rollout import run
+
+    run(model, settings, seed=seed, temperature=temperature)
+
+
+@env_app.command("list")
+def env_list(as_json: AsJson = False) -> None:
+    """List the environments that can be named here, installed ones of others too."""
+    from pace_agent.cli.environments import print_environments
+
+    print_environments(as_json=as_json)
+
+
+@config_app.command("show", context_settings=SETTINGS)
+def config_show(
+    context: typer.Context,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+    comments: Annotated[bool, typer.Option(help="Say above each key what it is for.")] = True,
+) -> None:
+    """Print the configuration that `train` would run with, as TOML.
+
+    It takes what [bold]train[/] takes, and what it prints is a valid [bold]--config[/] file.
+
+    [dim]pace-agent config show > run.toml
+    pace-agent config show --config run.toml --pool.policy sync --no-comments[/]
+    """
+    settings = read_config(config, context.args, os.environ)
+    if as_json:
+        typer.echo(json.dumps(settings.model_dump(mode="json"), indent=2))
+        return
+    from pace_agent.config import dump_toml
+
+    typer.echo(dump_toml(settings, comments=comments), nl=False)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(f"pace-agent {__version__}")
