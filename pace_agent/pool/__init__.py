@@ -1,0 +1,8 @@
+"""The PACE pool: which completed rollouts are fresh enough to train on, and when new ones may start."""
+
+from pace_agent.pool.figures import PoolSummary
+from pace_agent.pool.options import PoolOptions
+from pace_agent.pool.pool import Draw, Entry, PacePool
+from pace_agent.pool.staleness import Spans
+
+__all__ = ["Draw", "Entry", "PacePool", "PoolOptions", "PoolSummary", "Spans"]

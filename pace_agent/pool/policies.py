@@ -1,0 +1,220 @@
+"""The six policies: may new rollouts start, what is rejected, what is drawn.
+
+    policy              admits                                            rejects              draws
+    sync                the next batch, then none until its step ended    nothing              the oldest M
+    unfiltered          always                                            nothing              the oldest M
+    max_staleness       always                                            V - min(v_i) > limit the oldest M
+    bounded_admission   lead < (eta + 1) M                                nothing              the oldest M
+    drop_oldest         always                                            all but newest N*    M by `order`
+    pace                always                                            the budget's worth   M by `order`
+
+"Always" is up to the dispatcher's concurrency. Every policy but `unfiltered` stops while `capacity` units are waiting;
+rollouts in flight don't count, and go on to enter the pool, which is never shut to a completed rollout.
+
+The lead is what was submitted and neither trained on nor lost: in flight, waiting, or drawn. Rollouts that failed or
+carried no signal are in none of these, so that their capacity comes back. Where every version trained M units, this is
+the rule submitted < (V + eta + 1) M, minus what failed or carried no signal; and because the lead counts what exists
+instead of what ever was, a run that starts at version 100 admits (eta + 1) M rollouts and not 100 batches more.
+
+No policy can come to rest while rollouts may start: each admits whenever the lead is less than a batch, so that with
+batches that are no multiple of the group size, after failures and after rejections there is always something to wait for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pace_agent.pool.budget import length_edges, rejection_budget, resample_carries, split_budget
+from pace_agent.pool.choice import Bins, lowest
+from pace_agent.pool.options import PoolOptions
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionState:
+    """What an admission is decided on, all in trajectories; a group of fewer members counts in full."""
+
+    requested: int
+    """Trajectories that would start together."""
+    in_flight: int
+    """Running, or complete and waiting for the rest of their group."""
+    pooled: int
+    drawn: int
+    """In batches whose optimiser step has not ended."""
+
+    @property
+    def lead(self) -> int:
+        return self.in_flight + self.pooled + self.drawn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolView:
+    """The waiting units in order of completion: columns of shape (N,), N >= M, not to be changed.
+
+    `effective_version`: c - lam * G, token-weighted over a group; S = version - effective_version.
+    `length`: sampled tokens (of a group: per member). `min_version`: of the oldest token.
+    `last_attempt`: the task is lost if this unit is rejected. `window`: lengths of the last completions, shape (w,).
+    """
+
+    version: int
+    effective_version: NDArray[np.float64]
+    length: NDArray[np.int64]
+    min_version: NDArray[np.int64]
+    last_attempt: NDArray[np.bool_]
+    window: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return int(self.length.size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """Rows of a view, each list rising and the two disjoint. `drawn` has M rows, or none where too few were left."""
+
+    rejected: NDArray[np.int64]
+    drawn: NDArray[np.int64]
+
+
+class Policy(Protocol):
+    """`select` is asked when at least M units wait; its state goes into the pool's checkpoint."""
+
+    def admit(self, state: AdmissionState) -> bool: ...
+
+    def select(self, view: PoolView) -> Selection: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+NOTHING: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+
+class _Base:
+    """Draws the oldest, rejects nothing, stops when the pool is full; the policies change what they differ in."""
+
+    def __init__(self, options: PoolOptions) -> None:
+        self.options = options
+        self.batch = options.batch_size * options.unit_size
+        self.capacity = options.capacity_units * options.unit_size
+
+    def admit(self, state: AdmissionState) -> bool:
+        return state.pooled < self.capacity
+
+    def select(self, view: PoolView) -> Selection:
+        return Selection(NOTHING, np.arange(self.options.batch_size))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+class Sync(_Base):
+    """Generation and training take turns. Of a last group that does not fit into the batch, the rest waits a step."""
+
+    def admit(self, state: AdmissionState) -> bool:
+        return state.drawn == 0 and state.lead < self.batch
+
+
+class Unfiltered(_Base):
+    """First in, first out, without a bound."""
+
+    def admit(self, state: AdmissionState) -> bool:
+        return True
+
+
+class BoundedAdmission(_Base):
+    """Rollouts run at most eta batches ahead of the trainer; nothing is rejected."""
+
+    def admit(self, state: AdmissionState) -> bool:
+        bound = (self.options.eta + 1) * self.batch
+        fits = state.lead + state.requested <= bound or state.lead < self.batch
+        return fits and super().admit(state)
+
+
+class MaxStaleness(_Base):
+    """Rejects by the age of the oldest token, as TRL does. It may reject so many that no batch is left to draw."""
+
+    def select(self, view: PoolView) -> Selection:
+        stale = view.version - view.min_version > self.options.max_staleness
+        return Selection(np.flatnonzero(stale), _full(np.flatnonzero(~stale), self.options.batch_size))
+
+
+class DropOldest(_Base):
+    """Rejects the oldest completions beyond N*."""
+
+    def select(self, view: PoolView) -> Selection:
+        rejected = np.arange(max(0, len(view) - self.options.target_units))
+        return Selection(rejected, _draw(self.options, view, rejected))
+
+
+class Pace(_Base):
+    """Rejects the highest S, as many as the excess allows, from every length in proportion.
+
+    A unit on its task's last attempt is never rejected: a task whose rollouts are always slow would otherwise always be
+    among the stalest, and be lost. Where nothing else is left the budget is not used up.
+    """
+
+    def __init__(self, options: PoolOptions) -> None:
+        super().__init__(options)
+        self.carry = 0.0
+        self.bin_carries: NDArray[np.float64] = np.zeros(0)
+
+    def select(self, view: PoolView) -> Selection:
+        o = self.options
+        budget = rejection_budget(len(view), o.batch_size, o.target_units, o.beta, o.cap, self.carry)
+        self.carry = budget.carry
+        rejected = self._reject(view, budget.budget) if budget.budget else NOTHING
+        return Selection(rejected, _draw(o, view, rejected))
+
+    def _reject(self, view: PoolView, budget: int) -> NDArray[np.int64]:
+        n_bins = self.options.bins if self.options.fairness == "length" else 1
+        edges = length_edges(view.window, len(view), n_bins)
+        bins = Bins.of(view.effective_version, view.length, edges, view.last_attempt)
+        carries = resample_carries(self.bin_carries, bins.counts.size)
+        shares, self.bin_carries = split_budget(budget, bins.counts, carries, bins.room)
+        return bins.lowest(shares)  # the lowest effective version is the highest S
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"carry": self.carry, "bin_carries": self.bin_carries.copy()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.carry = float(state["carry"])
+        self.bin_carries = np.asarray(state["bin_carries"], dtype=np.float64)
+
+
+def _draw(options: PoolOptions, view: PoolView, rejected: NDArray[np.int64]) -> NDArray[np.int64]:
+    """M of the rows that are not rejected, by `order`; none where fewer are left.
+
+    With `freshest`, last attempts come before all others: they are never rejected and would wait for ever.
+    """
+    m = options.batch_size
+    if options.order == "freshest":
+        kept = np.delete(np.arange(len(view)), rejected)
+        age = np.where(view.last_attempt[kept], -np.inf, -view.effective_version[kept])
+        return kept[_full(lowest(age, m), m)]
+    reach = min(len(view), m + rejected.size)  # the oldest M that are kept lie among these
+    return _full(np.delete(np.arange(reach), rejected[: np.searchsorted(rejected, reach)]), m)
+
+
+def _full(rows: NDArray[np.int64], m: int) -> NDArray[np.int64]:
+    return rows[:m] if rows.size >= m else NOTHING
+
+
+POLICIES: Mapping[str, type[_Base]] = {
+    "sync": Sync,
+    "unfiltered": Unfiltered,
+    "max_staleness": MaxStaleness,
+    "bounded_admission": BoundedAdmission,
+    "drop_oldest": DropOldest,
+    "pace": Pace,
+}
+
+
+def make_policy(options: PoolOptions) -> Policy:
+    """The policy that the options name."""
+    return POLICIES[options.policy](options)

@@ -1,0 +1,275 @@
+"""The PACE pool: completed trajectories wait here, and a draw decides what is fresh enough to train on.
+
+What always holds:
+
+* A trajectory is in the pool exactly while the ledger has it as pooled. The pool makes the moves grouping -> pooled,
+  pooled -> drawn and pooled -> rejected, and checks the ledger at every draw.
+* A completed trajectory is never turned away: a full pool stops new rollouts, not those in flight.
+* A draw takes M units or none, and changes no other.
+* Nothing here waits, locks or reads the clock for a decision: the same calls make the same draws.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pace_agent.errors import RunError
+from pace_agent.ledger import STALE, Ledger, State
+from pace_agent.pool.columns import Columns
+from pace_agent.pool.figures import LengthBias, PoolSummary, StalenessTotals, Window, spread, summarise
+from pace_agent.pool.options import PoolOptions
+from pace_agent.pool.policies import AdmissionState, PoolView, Selection, make_policy
+from pace_agent.pool.staleness import Spans, generation_staleness, waiting_staleness
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[T]):
+    """A completed trajectory on its way into the pool.
+
+    `payload` is whatever the trainer needs; the pool hands it back and never looks at it. `last_attempt`: the task has
+    no attempt left, so that a rejection would lose it.
+    """
+
+    id: int
+    payload: T
+    spans: Spans
+    completed_version: int
+    last_attempt: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draw(Generic[T]):
+    """What a draw took out. `payloads` and `rejected_payloads` stand in the order of `ids` and `rejected_ids`.
+
+    `filled` is False, and nothing was drawn, where so many were rejected that less than a batch was left (only
+    `max_staleness` does that).
+    """
+
+    version: int
+    ids: NDArray[np.int64]
+    payloads: tuple[T, ...]
+    rejected_ids: NDArray[np.int64]
+    rejected_payloads: tuple[T, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def filled(self) -> bool:
+        return self.ids.size > 0
+
+
+class PacePool(Generic[T]):
+    """See the module. `len(pool)` counts trajectories, `pool.units` counts what a batch counts."""
+
+    def __init__(self, options: PoolOptions, ledger: Ledger) -> None:
+        self.options = options
+        self.ledger = ledger
+        self.policy = make_policy(options)
+        self.rejected_total = 0
+        self._columns = Columns()
+        self._payloads: dict[int, T] = {}
+        self._units = 0
+        self._next_unit = 0
+        self._window = Window(options.window)
+        self._bias = LengthBias(options.window)
+        self._totals = StalenessTotals()
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    @property
+    def units(self) -> int:
+        """Waiting units: trajectories, or groups with unit="group"."""
+        return self._units
+
+    def admit(self, requested: int = 1) -> bool:
+        """Whether `requested` new rollouts may start together, whatever the dispatcher's own limit on running ones."""
+        size, batch = self.options.unit_size, self.options.batch_size * self.options.unit_size
+        drawn = self.ledger.count(State.DRAWN)
+        return self.policy.admit(
+            AdmissionState(
+                requested=requested,
+                in_flight=self.ledger.count(State.RUNNING) + self.ledger.count(State.GROUPING),
+                pooled=self._units * size,
+                drawn=-(-drawn // batch) * batch,
+            )
+        )
+
+    def add(self, entries: Sequence[Entry[T]]) -> None:
+        """Take in the members of a complete group, in order of completion; their ledger state is grouping.
+
+        With unit="group" the entries of one call are one unit. Raises RunError, and takes none, where the ledger does
+        not have them all as grouping; ValueError for a token that is newer than its trajectory's completion.
+        """
+        rows = [self._row(entry) for entry in entries]
+        self.ledger.move_many([entry.id for entry in entries], State.POOLED)
+        together = self.options.unit == "group"
+        for entry, row in zip(entries, rows, strict=True):
+            self._columns.append(row | {"unit": self._next_unit})
+            self._payloads[entry.id] = entry.payload
+            self._bias.generated(row["n_sampled"])
+            self._next_unit += 0 if together else 1
+        if together and rows:
+            self._next_unit += 1
+            self._window.add(round(sum(row["n_sampled"] for row in rows) / len(rows)))
+        else:
+            for row in rows:
+                self._window.add(row["n_sampled"])
+        self._units += bool(rows) if together else len(rows)
+
+    def ready(self) -> bool:
+        """Whether `draw` would do something: at least a batch is waiting."""
+        return self._units >= self.options.batch_size
+
+    def draw(self, version: int) -> Draw[T] | None:
+        """Reject what the policy rejects and draw a batch, at published version `version`; None where N < M.
+
+        Drawn trajectories come in order of completion. Raises ValueError for a version that lies behind a completion,
+        RunError where the ledger does not balance.
+        """
+        if not self.ready():
+            return None
+        started = time.perf_counter()
+        starts = self._starts()
+        occupancy = self._units
+        selection = self.policy.select(self._view(version, starts))
+        drawn, rejected = self._rows(selection.drawn, starts), self._rows(selection.rejected, starts)
+        metrics = self._measure(version, drawn)
+        ids, rejected_ids = self._columns["id"].take(drawn), self._columns["id"].take(rejected)
+        self.ledger.move_many(rejected_ids, State.REJECTED, STALE)
+        self.ledger.move_many(ids, State.DRAWN)
+        payloads = tuple(map(self._payloads.pop, ids.tolist()))
+        rejected_payloads = tuple(map(self._payloads.pop, rejected_ids.tolist()))
+        self._take_out(drawn, rejected, selection)
+        self.check()
+        metrics |= {
+            "pool/occupancy": float(occupancy),
+            "pool/target": float(self.options.target_units),
+            "pool/excess": float(max(0, occupancy - self.options.target_units)),
+            "pool/budget": float(selection.rejected.size),
+            "pool/rejected_total": float(self.rejected_total),
+            "pool/draw_seconds": time.perf_counter() - started,
+        }
+        return Draw(version, ids, payloads, rejected_ids, rejected_payloads, metrics)
+
+    def check(self) -> None:
+        """Raise RunError unless the ledger balances and has as pooled exactly as many as wait here."""
+        self.ledger.check()
+        pooled = self.ledger.count(State.POOLED)
+        if not pooled == len(self) == len(self._payloads):
+            raise RunError(f"the ledger has {pooled} pooled, the pool {len(self)} with {len(self._payloads)} payloads")
+
+    def summary(self) -> PoolSummary:
+        """The run's figures up to now."""
+        return summarise(self._totals, self._bias)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data and the payloads as they are. The ledger is saved by its owner, at the same moment."""
+        return {
+            "columns": self._columns.state_dict(),
+            "payloads": [self._payloads[k] for k in self._columns["id"].tolist()],
+            "next_unit": self._next_unit,
+            "rejected_total": self.rejected_total,
+            "policy": (self.options.policy, self.policy.state_dict()),
+            "window": self._window.state_dict(),
+            "bias": self._bias.state_dict(),
+            "totals": asdict(self._totals),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the pool of a checkpoint; load the ledger first. Raises RunError where the two don't belong together."""
+        self._columns.load_state_dict(state["columns"])
+        self._payloads = dict(zip(self._columns["id"].tolist(), state["payloads"], strict=True))
+        self._next_unit = int(state["next_unit"])
+        self._units = self._starts().size
+        self.rejected_total = int(state["rejected_total"])
+        policy, policy_state = state["policy"]
+        if policy == self.options.policy:
+            self.policy.load_state_dict(policy_state)
+        self._window.load_state_dict(state["window"])
+        self._bias.load_state_dict(state["bias"])
+        self._totals = StalenessTotals(**state["totals"])
+        self.check()
+
+    def _row(self, entry: Entry[T]) -> dict[str, Any]:
+        spans, completed = entry.spans, entry.completed_version
+        tokens = generation_staleness(spans, completed)
+        kind = self.options.staleness
+        ranked = tokens if kind == "tokens" else generation_staleness(spans, completed, kind)
+        return {
+            "id": entry.id,
+            "completed_version": completed,
+            "generation": tokens,
+            "effective_version": completed - self.options.lam * ranked,
+            "n_sampled": spans.n_sampled,
+            "min_version": min(spans.versions),
+            "multi_version": spans.multi_version,
+            "last_attempt": entry.last_attempt,
+        }
+
+    def _starts(self) -> NDArray[np.int64]:
+        """The first row of every unit."""
+        if self.options.unit == "trajectory":
+            return np.arange(len(self))
+        unit = self._columns["unit"]
+        return np.flatnonzero(np.diff(unit, prepend=unit[:1] - 1))
+
+    def _view(self, version: int, starts: NDArray[np.int64]) -> PoolView:
+        columns = self._columns
+        waiting_staleness(version, int(columns["completed_version"].max()))
+        effective, tokens = columns["effective_version"], columns["n_sampled"]
+        oldest, last = columns["min_version"], columns["last_attempt"]
+        if self.options.unit == "group":
+            total = np.add.reduceat(tokens, starts)
+            effective = np.add.reduceat(tokens * effective, starts) / total
+            tokens = np.rint(total / np.diff(starts, append=len(self))).astype(np.int64)
+            oldest = np.minimum.reduceat(oldest, starts)
+            last = np.logical_or.reduceat(last, starts)
+        return PoolView(version, effective, tokens, oldest, last, self._window.values())
+
+    def _rows(self, units: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows of all members of `units`, rising."""
+        if self.options.unit == "trajectory":
+            return units
+        ends = np.append(starts[1:], len(self))
+        return np.concatenate([np.arange(starts[k], ends[k]) for k in units]) if units.size else units
+
+    def _take_out(self, drawn: NDArray[np.int64], rejected: NDArray[np.int64], selection: Selection) -> None:
+        gone = np.zeros(len(self), dtype=np.bool_)
+        gone[drawn] = True
+        gone[rejected] = True
+        self._columns.remove(gone)
+        self._units -= selection.drawn.size + selection.rejected.size
+        self.rejected_total += rejected.size
+
+    def _measure(self, version: int, drawn: NDArray[np.int64]) -> dict[str, float]:
+        """Count the drawn rows into the totals; their staleness and the present length bias."""
+        if not drawn.size:
+            return {}
+        generation, tokens = self._columns["generation"].take(drawn), self._columns["n_sampled"].take(drawn)
+        waiting = waiting_staleness(version, self._columns["completed_version"].take(drawn))
+        effective = version - self._columns["effective_version"].take(drawn)
+        token_lag = float(tokens @ (waiting + generation))
+        totals = self._totals
+        totals.drawn += drawn.size
+        totals.generation += float(generation.sum())
+        totals.waiting += float(waiting.sum())
+        totals.effective += float(effective.sum())
+        totals.token_lag += token_lag
+        totals.tokens += int(tokens.sum())
+        totals.multi_version += int(self._columns["multi_version"].take(drawn).sum())
+        self._bias.trained(tokens)
+        ratio, tail = self._bias.recent()
+        return {
+            **spread("staleness/generation", generation),
+            **spread("staleness/waiting", waiting),
+            **spread("staleness/effective", effective),
+            "staleness/token_mean": token_lag / int(tokens.sum()),
+            "pool/length_ratio": float("nan") if ratio.value is None else ratio.value,
+            "pool/tail_share": float("nan") if tail.value is None else tail.value,
+        }
