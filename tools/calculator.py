@@ -7,6 +7,7 @@ number on the way are bounded before anything large is computed.
 import ast
 import math
 import operator
+import re
 from collections.abc import Callable
 
 from pace_agent.tools.base import ToolError, tool
@@ -15,10 +16,15 @@ Number = int | float
 
 MAX_LENGTH = 500
 """Characters of an expression."""
-MAX_DEPTH = 40
-"""Levels of operators and parentheses."""
+MAX_NESTING = 40
+"""Levels of parentheses."""
+MAX_DEPTH = 200
+"""Levels of operators; a sum of n terms has n."""
 MAX_BITS = 1024
 """Bits of any whole number, operands and results alike."""
+
+_LETTERS = re.compile(r"[\d\seE_.+*/%()-]*", re.ASCII)
+_ALLOWED = "only numbers, + - * / // % ** and parentheses are allowed"
 
 _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
@@ -35,8 +41,11 @@ def evaluate(expression: str) -> Number:
     """The value of an arithmetic expression; ToolError for everything else."""
     if len(expression) > MAX_LENGTH:
         raise ToolError(f"the expression has {len(expression)} characters, at most {MAX_LENGTH} are allowed")
-    if _nesting(expression) > MAX_DEPTH:
-        raise ToolError(f"the expression is nested more than {MAX_DEPTH} levels deep")
+    if _nesting(expression) > MAX_NESTING:
+        raise ToolError(f"the expression is nested more than {MAX_NESTING} levels deep")
+    # Checked before parsing, which warns of words that touch a number ("1if 2else 3").
+    if not _LETTERS.fullmatch(expression):
+        raise ToolError(_ALLOWED)
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -59,8 +68,8 @@ def _nesting(expression: str) -> int:
 
 
 def _value(node: ast.expr, depth: int) -> Number:
-    if depth > MAX_LENGTH:
-        raise ToolError("the expression is too deep")
+    if depth > MAX_DEPTH:
+        raise ToolError("the expression has too many operators")
     match node:
         case ast.Constant(value=bool() | complex() | str() | bytes() | None):
             pass
@@ -70,11 +79,14 @@ def _value(node: ast.expr, depth: int) -> Number:
             return _UNARY[type(sign)](_value(operand, depth + 1))
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             return _power(_value(left, depth + 1), _value(right, depth + 1))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _LETTERS = re.compile(r"[\d\seE_.+*/%()-]*", re.ASCII)
+_ALLOWED = "only numbers, + - * / // % ** and parentheses are allowed"
+
+_BINARY:
             return _bounded(_BINARY[type(op)](_value(left, depth + 1), _value(right, depth + 1)))
         case _:
             pass
-    raise ToolError("only numbers, + - * / // % ** and parentheses are allowed")
+    raise ToolError(_ALLOWED)
 
 
 def _power(base: Number, exponent: Number) -> Number:

@@ -5,9 +5,11 @@ not when a model first calls it.
 """
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -114,13 +116,20 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def json_schema(signature: Signature) -> dict[str, Any]:
-    """The OpenAI-style description of a tool, without titles (they repeat the names)."""
+    """A new OpenAI-style description of a tool, without titles (they repeat the names)."""
+    described: dict[str, Any] = json.loads(_schema_text(signature))
+    return described
+
+
+@lru_cache(maxsize=1024)
+def _schema_text(signature: Signature) -> str:
+    """Kept, because every rollout asks for it and pydantic takes most of a millisecond."""
     parameters = _without_titles(signature.arguments.model_json_schema(by_alias=True))
     for key in ("additionalProperties", "description"):
         parameters.pop(key, None)
     parameters.setdefault("properties", {})
     function = {"name": signature.name, "description": signature.description, "parameters": parameters}
-    return {"type": "function", "function": function}
+    return json.dumps({"type": "function", "function": function})
 
 
 def _without_titles(schema: Any) -> Any:

@@ -66,12 +66,12 @@ ANSWER = re.compile(r"Answer: (\d{1,9})")
 def shop_task(rng: random.Random) -> Task:
     """One shopping list. `data` holds `basket` ([[item, count], ...]) and `prices` ({item: price}), both hidden."""
     items = rng.sample(sorted(ITEMS), rng.choice((1, 2)))
-    basket = [[item, rng.choice(COUNTS)] for item in items]
+    basket: list[tuple[str, int]] = [(item, rng.choice(COUNTS)) for item in items]
     prices = {item: rng.choice(PRICES) for item in items}
     bought = " and ".join(f"{count} {ITEMS[item]}" for item, count in basket)
     total = sum(count * prices[item] for item, count in basket)
     prompt = f"{rng.choice(NAMES)} buys {bought}. What is the total price?"
-    return make_task(prompt, answer=total, basket=basket, prices=prices)
+    return make_task(prompt, answer=total, basket=[list(each) for each in basket], prices=prices)
 
 
 def parse_answer(text: str) -> int | None:
