@@ -84,7 +84,7 @@ class ToolEnv(gymnasium.Env[Messages, Message | str]):
         self._provider = sandbox
         self._owns_provider = False
         self._session: Session | None = None
-        self._opening = asyncio.Lock()
+        self._session_lock = asyncio.Lock()
         self._task: Task | None = None
         self._messages: list[Message] = []
         self._over = True
@@ -136,7 +136,7 @@ class ToolEnv(gymnasium.Env[Messages, Message | str]):
 
     async def session(self) -> Session:
         """The episode's sandbox session, opened on the first call."""
-        async with self._opening:
+        async with self._session_lock:
             if self._closed:
                 raise EnvironmentFault(f"{type(self).__name__} is closed")
             if self._session is None:
@@ -210,7 +210,7 @@ class ToolEnv(gymnasium.Env[Messages, Message | str]):
                 await self._provider.aclose()
 
     async def _close_session(self) -> None:
-        async with self._opening:
+        async with self._session_lock:
             session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -269,7 +269,7 @@ def _as_message(action: Message | str) -> Message:
     if isinstance(action, str):
         from pace_agent.tools.parsers import get_parser
 
-        return cast(Message, get_parser("hermes").parse(action))
+        return get_parser("hermes")(action)
     if not isinstance(action, Message) or action.role != "assistant":
         raise UserError(f"an action is the text of a turn or a message of role 'assistant', got {action!r}")
     return action

@@ -22,6 +22,7 @@ import asyncio
 import copy
 import inspect
 import json
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class Tool:
         self.thread = thread
         self.signature: Signature = read_signature(function, name)
         self.__doc__ = function.__doc__
+        self.__module__ = function.__module__
 
     @property
     def name(self) -> str:
@@ -109,6 +111,15 @@ class Tool:
 
     def __repr__(self) -> str:
         return f"Tool({self.name!r})"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """By reference, like a function: the decorated name stands for the tool, not for what it decorates."""
+        if isinstance(self.function, MethodType):
+            return getattr, (self.function.__self__, self.function.__name__)
+        where = sys.modules.get(str(self.function.__module__))
+        if getattr(where, self.function.__qualname__, None) is self:
+            return self.function.__qualname__
+        return super().__reduce__()
 
     async def run(self, arguments: dict[str, Any], session: OpenSession | None = None) -> str:
         """Run with checked arguments and return the result as text.

@@ -79,10 +79,7 @@ def _value(node: ast.expr, depth: int) -> Number:
             return _UNARY[type(sign)](_value(operand, depth + 1))
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             return _power(_value(left, depth + 1), _value(right, depth + 1))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _LETTERS = re.compile(r"[\d\seE_.+*/%()-]*", re.ASCII)
-_ALLOWED = "only numbers, + - * / // % ** and parentheses are allowed"
-
-_BINARY:
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             return _bounded(_BINARY[type(op)](_value(left, depth + 1), _value(right, depth + 1)))
         case _:
             pass

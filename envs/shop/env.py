@@ -108,10 +108,13 @@ class ShopEnv(ToolEnv):
                 return price
         raise ToolError(f"no price for {item!r}")
 
-    async def run_tool(self, call: ToolCall) -> ToolResult:
+    def next_delay(self) -> float:
+        """Seconds that the next call takes."""
         slow = self.slow_share > 0 and self.np_random.random() < self.slow_share
-        delay = self.slow_delay if slow else self.tool_delay
-        if delay:
+        return self.slow_delay if slow else self.tool_delay
+
+    async def run_tool(self, call: ToolCall) -> ToolResult:
+        if delay := self.next_delay():
             await asyncio.sleep(delay)
         return await super().run_tool(call)
 
