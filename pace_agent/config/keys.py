@@ -54,9 +54,9 @@ def suggestion(key: str) -> str:
         close = get_close_matches(key, pool, n=1, cutoff=0.0 if pool is same_leaf else 0.6)
         if close:
             return f" Did you mean {close[0]!r}?"
-    close = get_close_matches(leaf, [name.rpartition(".")[2] for name in known], n=1, cutoff=0.7)
-    if close:
-        return f" Did you mean {next(name for name in known if name.endswith('.' + close[0]))!r}?"
+    leaves = {name.rpartition(".")[2]: name for name in reversed(known)} | dict(ALIASES)
+    if close := get_close_matches(leaf, leaves, n=1, cutoff=0.7):
+        return f" Did you mean {leaves[close[0]]!r}?"
     if inside:
         return f" Known in [{section}]: {', '.join(name.rpartition('.')[2] for name in inside)}."
     return f" Sections: {', '.join(RunConfig.model_fields)}."

@@ -151,14 +151,13 @@ def summarise(samples: Sequence[EvalSample], *, env_id: str, n: int, success: fl
     Raises:
         ValueError: two samples have the same task and number, or a task has more than `n`.
     """
-    by_task: dict[str, list[EvalSample]] = {}
+    by_task: dict[int, list[EvalSample]] = {}
     for sample in samples:
-        by_task.setdefault(sample.task_id, []).append(sample)
-    for task_id, rows in by_task.items():
-        if len({row.number for row in rows}) != len(rows) or len(rows) > n:
-            raise ValueError(
-                f"task {task_id!r} has {len(rows)} rollouts numbered {[row.number for row in rows]}, n={n}"
-            )
+        by_task.setdefault(sample.place, []).append(sample)
+    for place, rows in by_task.items():
+        numbers = [row.number for row in rows]
+        if len(set(numbers)) != len(rows) or len(rows) > n:
+            raise ValueError(f"task {place} ({rows[0].task_id}) has rollouts numbered {numbers}, expected {n} of them")
     errors = [sample for sample in samples if not sample.scored]
     finished = [[row.reward for row in rows if row.scored and not row.stop.truncated] for rows in by_task.values()]
     return EvalResult(
