@@ -209,11 +209,13 @@ def _make_from_path(env_id: str, kwargs: dict[str, Any]) -> "gymnasium.Env[Any, 
 def _unknown(env_id: str) -> str:
     import gymnasium
 
-    bare = env_id.rpartition("/")[2].partition("-v")[0].lower()
+    space, _, name = env_id.rpartition("/")
+    bare = name.partition("-v")[0].lower()
     known = {*env_ids(), *gymnasium.registry}
     # A name without its namespace or version is the usual slip: it is looked for before spelling is.
-    same = sorted(each for each in known if each.rpartition("/")[2].partition("-v")[0].lower() == bare)
-    hint = f" Did you mean {same[-1]!r}?" if same else did_you_mean(env_id, known if len(env_id) > 3 else env_ids())
+    same = [each for each in known if each.rpartition("/")[2].partition("-v")[0].lower() == bare]
+    best = max(same, key=lambda each: (each.rpartition("/")[0] == space, each), default="")
+    hint = f" Did you mean {best!r}?" if best else did_you_mean(env_id, known if len(env_id) > 3 else env_ids())
     return f"there is no environment {env_id!r}.{hint} An import path (module:Class or file.py:Class) works, too."
 
 
