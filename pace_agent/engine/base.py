@@ -79,6 +79,8 @@ class EngineStats:
     update_seconds: float = 0.0
     paused_seconds: float = 0.0
     running: int = 0
+    stale_tokens: int = 0
+    """Tokens sampled over a cache that older weights filled: 0 unless an engine was told to keep it."""
 
 
 class Engine(Protocol):
