@@ -1,0 +1,109 @@
+"""Log-probabilities of the sampled tokens, and of nothing else.
+
+Three things make this cheaper than scoring whole sequences, and none changes the result:
+
+* The head runs on the positions that predict a sampled token, not on prompts, tool output and padding.
+* Rows are padded on the right alone, so causal attention needs no mask and takes its fastest kernel.
+* What all rows begin with (the system message with its tools) is computed once, as a cache that the rows share.
+"""
+
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pace_agent.trainers.weight_sync import is_adapted
+
+SCALED_HEADS = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "output_multiplier",
+    "lm_head_multiplier",
+    "logits_scaling",
+)
+"""Config entries of models that change the logits after their head, which is bypassed here."""
+
+SHORTEST_PREFIX = 8
+"""A shared beginning below this many tokens is not worth a second pass."""
+
+
+def can_score(model: nn.Module) -> bool:
+    """Whether `live_scores` computes what the model's own forward would: a plain backbone and a plain head."""
+    causal = _causal(model)
+    config = causal.config.get_text_config()
+    head = causal.get_output_embeddings()
+    return (
+        type(head) is nn.Linear
+        and causal.base_model is not causal
+        and not any(getattr(config, name, None) for name in SCALED_HEADS)
+    )
+
+
+def live_scores(model: nn.Module, input_ids: Tensor, live: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of each live token at `temperature`, both (B, T) and 0 where `live` is False.
+
+    `input_ids` (B, P + T) with padding on the right alone; `live` (B, T) marks the tokens to score, each of which has
+    a token before it (P >= 1). The entropy has a gradient only as far as autograd is asked for one.
+    """
+    causal = _causal(model)
+    n_scored = live.shape[1]
+    hidden = _last_hidden(causal, input_ids, input_ids.shape[1] - n_scored)
+    before = hidden[:, -n_scored - 1 : -1][live]
+    logits = causal.get_output_embeddings()(before).float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    all_logps = torch.log_softmax(logits, dim=-1)
+    logps = all_logps.gather(-1, input_ids[:, -n_scored:][live].unsqueeze(-1)).squeeze(-1)
+    with torch.no_grad():
+        entropies = -(all_logps.exp() * all_logps).sum(-1)
+    return _spread(logps, live), _spread(entropies, live)
+
+
+def shared_prefix(input_ids: Tensor, limit: int) -> int:
+    """How many leading columns, at most `limit`, hold the same id in every row; 0 below SHORTEST_PREFIX."""
+    if input_ids.shape[0] < 2 or limit < SHORTEST_PREFIX:
+        return 0
+    same = (input_ids[:, :limit] == input_ids[:1, :limit]).all(dim=0)
+    length = limit if bool(same.all()) else int(same.to(torch.int8).argmin())
+    return length if length >= SHORTEST_PREFIX else 0
+
+
+def _last_hidden(causal: Any, input_ids: Tensor, n_prompt: int) -> Tensor:
+    """Hidden states (B, L', H) of the last L' positions, L' covering all but a shared beginning."""
+    backbone = causal.base_model
+    prefix = shared_prefix(input_ids, n_prompt - 1) if _may_share(causal) else 0
+    if not prefix:
+        return backbone(input_ids=input_ids, use_cache=False).last_hidden_state
+    from transformers import DynamicCache
+
+    kept = DynamicCache(config=causal.config)
+    keeping = {_cache_keyword(type(backbone)): kept, "use_cache": True}
+    backbone(input_ids=input_ids[:1, :prefix], **keeping)
+    for layer in kept.layers:
+        # A view: the rows share the memory until the layer appends their own keys.
+        layer.keys = layer.keys.expand(input_ids.shape[0], -1, -1, -1)
+        layer.values = layer.values.expand(input_ids.shape[0], -1, -1, -1)
+    return backbone(input_ids=input_ids[:, prefix:], **keeping).last_hidden_state
+
+
+@cache
+def _cache_keyword(backbone: type) -> str:
+    """transformers renamed the argument in 5.20."""
+    return "cache" if "cache" in inspect.signature(backbone.forward).parameters else "past_key_values"
+
+
+def _may_share(causal: Any) -> bool:
+    """Only full attention keeps every key, and recomputed activations keep no cache."""
+    kinds = set(getattr(causal.config.get_text_config(), "layer_types", None) or ["full_attention"])
+    return kinds == {"full_attention"} and not getattr(causal, "is_gradient_checkpointing", False)
+
+
+def _spread(values: Tensor, live: Tensor) -> Tensor:
+    """Values (n,) to their places in (B, T). `masked_scatter` keeps the graph even where nothing is live."""
+    return values.new_zeros(live.shape).masked_scatter(live, values)
+
+
+def _causal(model: Any) -> Any:
+    return model.get_base_model() if is_adapted(model) else model

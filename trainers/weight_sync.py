@@ -1,0 +1,69 @@
+"""The weights that go to an engine: plain names, adapters merged.
+
+What always holds: the names are those of `AutoModelForCausalLM.from_pretrained(...).state_dict()` for the same
+architecture, tied weights under both of their names. Nothing that is trained is touched.
+"""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from pace_agent.errors import RunError
+
+BASE, SAVED = "base_layer", "modules_to_save"
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether `model` carries PEFT adapters. Loads PEFT only where it must be loaded already."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def published_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Weights by plain name, without gradient.
+
+    Those of a model without adapters, and all that an adapter doesn't touch, share memory with the model and change
+    with the next optimiser step. Adapted weights are merged on copies of their layer, so they equal what PEFT's
+    `merge_and_unload` would leave, and repeated publishing adds no rounding to what is trained.
+    """
+    if not is_adapted(model):
+        return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        return dict(_merged(model))
+
+
+def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    base = model.get_base_model()  # type: ignore[operator]
+    merged: dict[str, Tensor] = {}
+    tied: dict[int, Tensor] = {}
+    for path, module in base.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            layer = copy.deepcopy(module)
+            layer.merge()
+            before, after = module.get_base_layer().state_dict(), layer.get_base_layer().state_dict()
+        elif isinstance(module, ModulesToSaveWrapper):
+            before = module.original_module.state_dict()
+            after = module.modules_to_save[module.active_adapters[0]].state_dict()
+        else:
+            continue
+        merged |= {f"{path}.{name}": tensor.detach() for name, tensor in after.items()}
+        tied |= {before[name].data_ptr(): tensor.detach() for name, tensor in after.items()}
+    owners = tuple({name.rpartition(".")[0] + "." for name in merged})
+    for name, tensor in base.state_dict().items():
+        if name.startswith(owners):
+            continue
+        if "lora_" in name or f".{BASE}." in name or f".{SAVED}." in name:
+            raise RunError(f"the adapter's weight {name} can't be merged for publishing; use plain LoRA")
+        yield name, tied.get(tensor.data_ptr(), tensor.detach())
+    yield from merged.items()
+
+
+def save_folder(model: nn.Module, tokenizer: object, folder: str) -> None:
+    """Write a plain folder that `from_pretrained` loads: config, merged weights, tokenizer with its chat template."""
+    base = model.get_base_model() if is_adapted(model) else model  # type: ignore[operator]
+    base.save_pretrained(folder, state_dict=published_weights(model))
+    tokenizer.save_pretrained(folder)  # type: ignore[attr-defined]
