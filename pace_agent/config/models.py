@@ -152,7 +152,7 @@ class PoolSection(Section):
     """Length bins for `fairness = "length"`. More bins keep the mix of lengths closer and reject less by staleness."""
     max_staleness: Annotated[int, Field(ge=0)] = 4
     """Oldest token allowed, in versions. For `policy = "max_staleness"` alone."""
-    eta: Annotated[int, Field(ge=0)] = 4
+    eta: Annotated[int, Field(ge=0)] = 2
     """Batches that production may run ahead. For `policy = "bounded_admission"` alone."""
     capacity: Positive | None = None
     """Waiting trajectories at which no new rollout starts. Empty: eight batches."""
@@ -196,6 +196,8 @@ class RunSection(Section):
     """The run folder. Empty: `runs/<environment>-<time>`."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of tasks, sampling and training."""
+    threads: Positive = 1
+    """Torch threads of the trainer, beside those of the engine."""
     checkpoint_every: Positive = 20
     """Steps between checkpoints. A crash loses what came after the last one."""
     keep_checkpoints: Positive = 2

@@ -1,0 +1,72 @@
+"""`pace-agent eval`: held-out tasks, n rollouts each, by the same episodes as training."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pace_agent.cli.wiring import Parts, make_engine, wire
+from pace_agent.config import RunConfig
+from pace_agent.engine.base import Engine
+from pace_agent.evaluation.metrics import EvalResult, EvalSample, format_table, summarise
+from pace_agent.evaluation.runner import EvalPlan, play_tasks, sampling_seed
+from pace_agent.types import Trajectory
+
+
+def run(
+    target: str, config: RunConfig, *, n: int, tasks: int, seed: int, temperature: float, as_json: bool
+) -> None:
+    """Evaluate and print. Nothing is written into the run folder."""
+    parts = wire(config)
+    plan = EvalPlan(tasks=tasks, n=n, seed=seed, concurrency=config.engine.slots)
+    result = asyncio.run(_evaluate(parts, config, plan, temperature))
+    if as_json:
+        print(json.dumps({"model": str(Path(parts.model)), **result.to_dict()}, allow_nan=False))
+    else:
+        print(f"model {parts.model}")
+        print(format_table(result))
+
+
+async def _evaluate(parts: Parts, config: RunConfig, plan: EvalPlan, temperature: float) -> EvalResult:
+    engine = make_engine(config, parts.model, parts.limits)
+    bar = Progress(
+        TextColumn("Evaluating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+    )
+    try:
+        await engine.start()
+        with bar:
+            shown = bar.add_task("", total=len(plan.chosen(parts.source)) * plan.n)
+            return await evaluate(
+                parts, engine, plan, temperature=temperature, on_done=lambda _: bar.advance(shown)
+            )
+    finally:
+        await engine.aclose()
+        if parts.provider is not None:
+            await parts.provider.aclose()
+
+
+async def evaluate(
+    parts: Parts,
+    engine: Engine,
+    plan: EvalPlan,
+    *,
+    temperature: float,
+    on_done: Callable[[Trajectory], None] | None = None,
+) -> EvalResult:
+    """The figures of `plan` on a started engine."""
+    player = parts.player(engine, temperature=temperature)
+    trajectories = await play_tasks(player, parts.source, plan, on_done=on_done)
+    samples = [
+        EvalSample.of(each, number=each.attempt, seed=sampling_seed(plan, each.group_id, each.attempt))
+        for each in trajectories
+    ]
+    return summarise(samples, env_id=parts.env_id, n=plan.n)

@@ -1,0 +1,56 @@
+"""`pace-agent rollout`: play one episode and print it."""
+
+import asyncio
+
+from rich.console import Console
+from rich.text import Text
+
+from pace_agent.cli.wiring import Parts, make_engine, wire
+from pace_agent.config import RunConfig
+from pace_agent.rollout.episode import Episode
+from pace_agent.rollout.runtime import derive_seed
+from pace_agent.types import Message, Trajectory
+
+STYLES = {"system": "dim", "user": "bold", "assistant": "green", "tool": "yellow"}
+
+
+def run(target: str, config: RunConfig, *, seed: int, temperature: float) -> None:
+    """Play one held-out task and print its messages, stamps and reward."""
+    parts = wire(config)
+    _print(asyncio.run(_play(parts, config, seed, temperature)))
+
+
+async def _play(parts: Parts, config: RunConfig, seed: int, temperature: float) -> Trajectory:
+    engine = make_engine(config, parts.model, parts.limits)
+    try:
+        await engine.start()
+        size = parts.source.size("eval")
+        task = parts.source.task("eval", seed if size is None else seed % size)
+        episode = Episode(
+            id=0,
+            group_id=0,
+            task=task,
+            env_seed=task.seed or derive_seed(seed, "environment"),
+            sampling_seed=derive_seed(seed, "sampling"),
+        )
+        return await parts.player(engine, temperature=temperature).play(episode)
+    finally:
+        await engine.aclose()
+        if parts.provider is not None:
+            await parts.provider.aclose()
+
+
+def _print(trajectory: Trajectory) -> None:
+    console = Console(highlight=False)
+    for message in trajectory.messages:
+        console.print(_line(message))
+    sampled, total = trajectory.n_sampled, sum(len(t.prompt_ids) + len(t.output_ids) for t in trajectory.turns)
+    reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
+    console.print(f"\nreward {reward}, {trajectory.stop}, {len(trajectory.turns)} turns, {sampled} of {total} tokens sampled")
+    if trajectory.error:
+        console.print(Text(trajectory.error, style="red"))
+
+
+def _line(message: Message) -> Text:
+    name = f"{message.role} {message.name}".strip()
+    return Text.assemble((f"{name:>14}  ", "cyan"), (message.content, STYLES[message.role]))

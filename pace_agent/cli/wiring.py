@@ -1,0 +1,159 @@
+"""From a configuration to the parts of a run. What the user can get wrong is checked here, before anything heavy loads."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pace_agent import registry
+from pace_agent.config import RunConfig
+from pace_agent.engine.base import Engine
+from pace_agent.errors import UserError
+from pace_agent.rollout.adapter import AsyncEnv, as_async
+from pace_agent.rollout.episode import Player
+from pace_agent.rollout.limits import Limits
+from pace_agent.sandbox import open_provider
+from pace_agent.sandbox.base import Provider, SandboxSpec
+from pace_agent.tasks import TaskSource
+from pace_agent.tools.parsers import get_parser
+from pace_agent.types import Message
+
+if TYPE_CHECKING:
+    from pace_agent.chat import ChatFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What every command that plays episodes needs."""
+
+    model: Path
+    chat: "ChatFormat"
+    parse: Callable[[str], Message]
+    env_id: str
+    make_env: Callable[[], AsyncEnv]
+    source: TaskSource
+    limits: Limits
+    provider: Provider | None
+    """Opens sandbox sessions, where the environment needs them. The caller closes it."""
+
+    def player(self, engine: Engine, **settings: Any) -> Player:
+        return Player(
+            env_id=self.env_id,
+            make_env=self.make_env,
+            engine=engine,
+            chat=self.chat,
+            parse=self.parse,
+            limits=self.limits,
+            **settings,
+        )
+
+
+def wire(config: RunConfig) -> Parts:
+    """Check the user's input and build what episodes are made of. UserError for anything that can't work."""
+    from pace_agent.chat import ChatFormat
+
+    model = model_folder(config.model.path)
+    make_env, source, provider = _environment(config)
+    chat = ChatFormat.from_pretrained(model)
+    context = config.rollout.max_context or config.engine.context or context_length(model)
+    return Parts(
+        model=model,
+        chat=chat,
+        parse=get_parser(config.model.tool_parser),
+        env_id=config.env.id,
+        make_env=make_env,
+        source=source,
+        limits=Limits(
+            turns=config.rollout.max_turns,
+            turn_tokens=config.rollout.max_turn_tokens,
+            tokens=config.rollout.max_tokens,
+            context=min(context, context_length(model)),
+            tool_calls=config.rollout.max_tool_calls,
+            seconds=config.rollout.max_seconds,
+        ),
+        provider=provider,
+    )
+
+
+def model_folder(path: str) -> Path:
+    """The folder of a model; UserError where it is not one that can be loaded."""
+    if path == "embedded":
+        from pace_agent.cli.embedded import embedded_model
+
+        return embedded_model()
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise UserError(
+            f"model.path = {path!r}: there is no such folder. Give a Hugging Face model folder, a run folder, "
+            "or 'embedded'"
+        )
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model.path = {path!r} holds no config.json: it is not a Hugging Face model folder")
+    if not list(folder.glob("*.safetensors")):
+        raise UserError(f"model.path = {path!r} holds no *.safetensors: the weights are missing")
+    return folder
+
+
+def context_length(model: Path) -> int:
+    """The longest sequence that the model's config allows."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config", config)
+    return int(config.get("max_position_embeddings", 1 << 20))
+
+
+def make_engine(config: RunConfig, model: Path, limits: Limits, *, version: int = 0) -> Engine:
+    """The engine of `config.engine`, loaded from `model`."""
+    from pace_agent.engine.local import make_local_engine
+
+    return make_local_engine(
+        model,
+        process=config.engine.process,
+        max_slots=config.engine.slots,
+        context_length=config.engine.context or limits.context,
+        dtype=config.model.dtype,
+        threads=config.engine.threads,
+        stale_cache=config.engine.stale_cache,
+        version=version,
+    )
+
+
+def _environment(config: RunConfig) -> tuple[Callable[[], AsyncEnv], TaskSource, Provider | None]:
+    """A maker of environments, their tasks, and the sandbox provider if they need one."""
+    section = config.env
+    kwargs: dict[str, Any] = dict(section.kwargs)
+    for key in ("tasks", "reward"):
+        if getattr(section, key) is not None:
+            kwargs[key] = getattr(section, key)
+    env = registry.make(section.id, **kwargs)
+    inner = env.unwrapped
+    toolset = getattr(inner, "toolset", None)
+    if toolset is None:
+        env.close()
+        source = registry.task_source(section.id, **kwargs)
+        return lambda: as_async(registry.make(section.id, **kwargs)), source, None
+    if env.spec is not None:
+        kwargs = {**env.spec.kwargs, **kwargs}
+    source = getattr(inner, "tasks", None)
+    if not isinstance(source, TaskSource):
+        raise UserError(f"{section.id} has no tasks: set the class attribute `tasks` or give env.tasks")
+    # Files are read once, not once per rollout.
+    if section.tasks is not None:
+        kwargs["tasks"] = source
+    provider = None
+    if toolset.needs_session:
+        provider = kwargs["sandbox"] = _sandbox(config)
+    env.close()
+    kind = type(inner)
+    return lambda: as_async(kind(**kwargs)), source, provider
+
+
+def _sandbox(config: RunConfig) -> Provider:
+    section = config.sandbox
+    spec = SandboxSpec(
+        timeout=section.timeout,
+        memory=section.memory_mib << 20,
+        processes=section.processes,
+        disk=section.disk_mib << 20,
+    )
+    return open_provider(section.backend, unsafe=section.unsafe, spec=spec)
