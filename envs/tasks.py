@@ -13,6 +13,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ class Procedural:
             task = self.make(random.Random(f"{self.seed}:{split}:{index}:{draw}"))
             if split_of(content_id(task.prompt, task.data), self.eval_share) == split:
                 return task
-        raise UserError(f"no task for the {split} split in {_MAX_DRAWS} draws: {self.make.__name__} makes too few")
+        name = getattr(self.make, "__name__", "the generator")
+        raise UserError(f"no task for the {split} split in {_MAX_DRAWS} draws: {name} makes too few")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,14 +223,17 @@ def _load_dataset(name: str, config: str | None, split: str | None) -> dict[str,
         import datasets
     except ImportError:
         raise UserError("tasks from 'hf:...' need the package 'datasets': pip install datasets") from None
+    sliced: str | None = None
     try:
         if (Path(name) / "dataset_dict.json").is_file() or (Path(name) / "dataset_info.json").is_file():
             loaded = datasets.load_from_disk(name)
         else:
-            loaded = datasets.load_dataset(name, config)
+            # A slice (`train[:100]`) is the library's to read; a plain name is looked up here, for a better message.
+            sliced = split if split is not None and "[" in split else None
+            loaded = datasets.load_dataset(name, config, split=sliced)
     except Exception as error:
         raise UserError(f"'hf:{name}' could not be loaded: {type(error).__name__}: {error}") from error
-    parts = dict(loaded.items()) if isinstance(loaded, dict) else {"train": loaded}
+    parts = dict(loaded.items()) if isinstance(loaded, dict) else {sliced or "train": loaded}
     if split is None:
         return parts
     if split not in parts:
@@ -237,9 +242,20 @@ def _load_dataset(name: str, config: str | None, split: str | None) -> dict[str,
 
 
 def load_tasks(spec: str, *, fields: Fields | None = None, eval_share: float = EVAL_SHARE) -> TaskSource:
-    """The task source that a text names: `file.jsonl` or `hf:name[:config][:split]`."""
-    if spec.startswith("hf:"):
-        return DatasetTasks(spec, fields=fields, eval_share=eval_share)
-    if spec.endswith((".jsonl", ".ndjson")):
-        return JsonlTasks(spec, fields=fields, eval_share=eval_share)
-    raise UserError(f"{spec!r} names no tasks: expected 'path/to/file.jsonl' or 'hf:name[:config][:split]'")
+    """The task source that a text names: `file.jsonl` or `hf:name[:config][:split]`.
+
+    Asking again gives the same object as long as the file has not changed: every rollout's environment may ask.
+    """
+    changed = 0
+    if not spec.startswith("hf:"):
+        if not spec.endswith((".jsonl", ".ndjson")):
+            raise UserError(f"{spec!r} names no tasks: expected 'path/to/file.jsonl' or 'hf:name[:config][:split]'")
+        path = Path(spec).expanduser().absolute()
+        spec, changed = str(path), path.stat().st_mtime_ns if path.is_file() else 0
+    return _load(spec, changed, fields, eval_share)
+
+
+@lru_cache(maxsize=16)
+def _load(spec: str, changed: int, fields: Fields | None, eval_share: float) -> TaskSource:
+    kind = DatasetTasks if spec.startswith("hf:") else JsonlTasks
+    return kind(spec, fields=fields, eval_share=eval_share)

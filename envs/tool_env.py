@@ -35,7 +35,7 @@ from pace_agent.envs.bridge import run_sync
 from pace_agent.envs.rewards import RewardFunction, grade, load_reward
 from pace_agent.envs.spaces import MessagesSpace, TurnSpace
 from pace_agent.envs.tasks import load_tasks
-from pace_agent.errors import EnvironmentFault, PaceError, UserError, did_you_mean
+from pace_agent.errors import EnvironmentFault, PaceError, SandboxError, UserError, did_you_mean
 from pace_agent.sandbox.base import Provider, SandboxSpec, Session
 from pace_agent.tasks import TaskSource
 from pace_agent.tools.base import Tool, ToolResult, ToolSet, declared_tools
@@ -288,7 +288,8 @@ def _count(metrics: dict[str, float], result: ToolResult, tools: ToolSet) -> Non
 async def _own_provider() -> Provider:
     from pace_agent.sandbox import open_provider
 
-    provider = open_provider()
-    if inspect.isawaitable(provider):
-        provider = await provider
-    return cast(Provider, await provider.__aenter__())
+    try:
+        return await open_provider().__aenter__()
+    except UserError as error:
+        # In the middle of an episode this is a sandbox that is not there, and no fault of the model's.
+        raise SandboxError(str(error)) from error

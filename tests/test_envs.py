@@ -17,6 +17,7 @@ from pace_agent.envs import ToolEnv, load_reward, make_task, tool
 from pace_agent.envs.math_python import MathPythonEnv
 from pace_agent.envs.shop.env import ITEMS, ShopEnv, parse_answer
 from pace_agent.errors import EnvironmentFault, GraderError, SandboxError, UserError
+from pace_agent.sandbox import check
 from pace_agent.sandbox.base import ExecResult, Outcome, SandboxSpec, Session
 from pace_agent.types import Message, Task, ToolCall
 
@@ -387,6 +388,22 @@ async def test_a_sandbox_that_is_not_there_is_not_the_models_fault() -> None:
     await env.areset(seed=0)
     with pytest.raises(SandboxError, match="no room"):
         await env.astep(run("1"))
+
+
+async def test_a_mathematical_problem_is_solved_in_the_real_sandbox() -> None:
+    found = next(each for each in check() if each.backend == "bwrap")
+    if not found.available:
+        pytest.skip(found.reason)
+    env: Any = registry.make("pace/MathPython-v0").unwrapped
+    await env.areset(options={"task": make_task("What is the sum of the digits of $2^{100}$?", answer="115")})
+    said, _, _, _, info = await env.astep(run("total = sum(map(int, str(2**100)))\ntotal"))
+    assert said[0].content == "115"
+    assert info["metrics"]["tool/python/errors"] == 0
+    said, *_ = await env.astep(run("print(total + 1)\nmissing"))
+    assert said[0].content.startswith("116\n")
+    assert "NameError" in said[0].content
+    assert (await env.astep("It is \\boxed{115}."))[1:3] == (1.0, True)
+    await env.aclose()
 
 
 async def test_boxes_outside_the_final_turn_do_not_count() -> None:

@@ -1,6 +1,7 @@
 """Task sources: determinism, splits that never share a problem, files that are wrong in named places."""
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,15 @@ def test_repeated_problems_are_left_out_and_counted(tmp_path: Path, caplog: pyte
 def test_a_bad_file_is_named_with_its_line(tmp_path: Path, rows: list[Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         JsonlTasks(write(tmp_path / "tasks.jsonl", rows))
+
+
+def test_a_file_is_read_again_only_when_it_has_changed(tmp_path: Path) -> None:
+    path = write(tmp_path / "tasks.jsonl", [{"prompt": "x", "split": "train"}])
+    source = load_tasks(str(path))
+    assert load_tasks(str(path)) is source
+    write(path, [{"prompt": "x", "split": "train"}, {"prompt": "y", "split": "train"}])
+    os.utime(path, ns=(1, 1))
+    assert load_tasks(str(path)).size("train") == 2
 
 
 def test_fields_can_be_named(tmp_path: Path) -> None:
