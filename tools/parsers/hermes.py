@@ -24,6 +24,7 @@ _THINK, _THOUGHT = "<think>", "</think>"
 
 _TAG = re.compile(f"{OPEN}|{CLOSE}|{_THINK}")
 _CALL_TAG = re.compile(f"{OPEN}|{CLOSE}")
+_BETWEEN_CALLS = re.compile(rf"{CLOSE}\s*(?={OPEN})")
 _NOT_SPACE = re.compile(r"\S|$")
 _STRING_OR_BRACE = re.compile(r'"(?:[^"\\]|\\.)*"|[{}]', re.DOTALL)
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
@@ -76,12 +77,23 @@ def _read_call(text: str, start: int, call_id: str) -> tuple[ToolCall, int]:
             found = _shown(text, end)
             raise _Unreadable(f"the call's object is not followed by {CLOSE} but by {found}", end)
     except _Unreadable as error:
-        tag = _CALL_TAG.search(text, error.position)
-        stop = tag.start() if tag else len(text)
+        stop = _end_of_unreadable(text, start, error.position)
         named = _NAME.search(text, start, stop)
-        call = ToolCall(named[1] if named else "", {}, call_id, f"tool call not readable: {error}")
-        return call, stop if tag is None or tag[0] == OPEN else tag.end()
+        return ToolCall(named[1] if named else "", {}, call_id, f"tool call not readable: {error}"), stop
     return ToolCall(name, arguments, call_id), end + len(CLOSE)
+
+
+def _end_of_unreadable(text: str, start: int, position: int) -> int:
+    """Where to read on after a call that starts at `start` and could be read up to `position`.
+
+    A string that was never closed runs on into the next call, so a border between two calls ends it first.
+    """
+    if border := _BETWEEN_CALLS.search(text, start, position):
+        return border.end()
+    tag = _CALL_TAG.search(text, position)
+    if tag is None:
+        return len(text)
+    return tag.start() if tag[0] == OPEN else tag.end()
 
 
 def _fields(value: Any, end: int) -> tuple[str, dict[str, Any]]:
