@@ -54,8 +54,8 @@ class ToolEnv(gymnasium.Env[Messages, Message | str]):
     """Tools beside those that are declared as methods."""
     tasks: TaskSource | None = None
     """Where tasks come from."""
-    sandbox_spec: ClassVar[SandboxSpec] = SandboxSpec()
-    """Limits of a sandbox session; one is opened only where a tool asks for it."""
+    sandbox_spec: ClassVar[SandboxSpec | None] = None
+    """Limits of a sandbox session; None leaves them to the provider. One is opened only where a tool asks for it."""
 
     def __init__(
         self,

@@ -348,15 +348,25 @@ async def test_python_runs_in_the_session_that_the_model_never_sees() -> None:
         (ExecResult(Outcome.NONZERO, stderr="ValueError: x"), ["ValueError: x"]),
         (ExecResult(Outcome.NONZERO, exit_code=3), ["status 3"]),
         (ExecResult(Outcome.TIMEOUT, stdout="so far", seconds=10.0), ["so far", "more than 10 s"]),
+        (ExecResult(Outcome.OOM, stderr="MemoryError"), ["MemoryError"]),
         (ExecResult(Outcome.OOM, state_lost=True), ["out of memory", "are gone"]),
         (ExecResult(Outcome.OUTPUT_LIMIT, stdout="y" * 9), ["wrote too much"]),
-        (ExecResult(Outcome.KILLED), ["signal"]),
-        (ExecResult(Outcome.SANDBOX_DIED, state_lost=True), ["ended while the code ran", "are gone"]),
+        (ExecResult(Outcome.KILLED), ["A signal ended"]),
+        (
+            ExecResult(Outcome.SANDBOX_DIED, state_lost=True),
+            ["ended while the code ran", "Names defined before are gone"],
+        ),
     ],
 )
 def test_an_execution_is_told_in_words(result: ExecResult, parts: list[str]) -> None:
     for part in parts:
         assert part in told(result)
+
+
+def test_what_the_output_says_is_not_said_again() -> None:
+    result = ExecResult(Outcome.TIMEOUT, stderr="Traceback\nStopped at the deadline after 10.0 s.\n", seconds=10.0)
+    assert told(result) == "Traceback\nStopped at the deadline after 10.0 s."
+    assert "code ran out of memory" not in told(ExecResult(Outcome.OOM, stderr="The sandbox ran out of memory.\n"))
 
 
 def test_long_output_keeps_head_and_tail_and_says_how_much_is_missing() -> None:

@@ -20,27 +20,35 @@ async def python(session: Session, code: str) -> str:
 def told(result: ExecResult) -> str:
     """An execution in words for the model, at most MAX_SHOWN characters of output."""
     output = "\n".join(part.rstrip("\n") for part in (result.stdout, result.stderr) if part.strip())
-    notes: list[str] = []
+    notes = [note for note in (_ending(result, output), _loss(result)) if note]
+    return "\n".join(part for part in (clip(output), " ".join(notes)) if part)
+
+
+def _ending(result: ExecResult, output: str) -> str:
+    """What became of the code, where the output doesn't say it."""
+    # A backend may have written the reason as the last line of stderr.
+    last = result.stderr.rstrip().rpartition("\n")[2].lower()
     match result.outcome:
-        case Outcome.OK if not output:
-            notes.append("(no output)")
-        case Outcome.NONZERO if not output:
-            notes.append(f"(no output; it ended with status {result.exit_code})")
-        case Outcome.TIMEOUT:
-            notes.append(f"The code was stopped because it ran for more than {result.seconds:.0f} s.")
-        case Outcome.OOM:
-            notes.append("The code ran out of memory.")
+        case Outcome.TIMEOUT if "stopped" not in last:
+            return f"Stopped: the code ran for more than {result.seconds:.0f} s."
+        case Outcome.OOM if "memory" not in last:
+            return "The code ran out of memory."
         case Outcome.KILLED:
-            notes.append("The code was ended by a signal.")
+            return "A signal ended the code."
         case Outcome.OUTPUT_LIMIT:
-            notes.append("The code was stopped because it wrote too much.")
-        case Outcome.SANDBOX_DIED:
-            notes.append("The interpreter ended while the code ran.")
+            return "Stopped: the code wrote too much."
+        case Outcome.SANDBOX_DIED if "ended" not in last:
+            return "The sandbox ended while the code ran."
+        case Outcome.NONZERO if not output:
+            return f"(no output; it ended with status {result.exit_code})"
+        case Outcome.OK if not output:
+            return "(no output)"
         case _:
-            pass
-    if result.state_lost:
-        notes.append("Names defined before are gone.")
-    return "\n".join([part for part in (clip(output), " ".join(notes)) if part])
+            return ""
+
+
+def _loss(result: ExecResult) -> str:
+    return "Names defined before are gone." if result.state_lost else ""
 
 
 def clip(text: str, limit: int = MAX_SHOWN) -> str:
