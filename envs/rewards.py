@@ -47,7 +47,7 @@ def wanted(function: RewardFunction) -> list[str]:
     return names
 
 
-async def grade(
+async def score(
     function: RewardFunction, *, task: Task, messages: tuple[Message, ...], answer: str
 ) -> tuple[float, dict[str, float]]:
     """The reward and its named parts. GraderError where the function raises or returns no finite number."""

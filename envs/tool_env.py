@@ -32,7 +32,7 @@ import gymnasium
 from gymnasium.error import ResetNeeded
 
 from pace_agent.envs.bridge import run_sync
-from pace_agent.envs.rewards import RewardFunction, grade, load_reward
+from pace_agent.envs.rewards import RewardFunction, load_reward, score
 from pace_agent.envs.spaces import MessagesSpace, TurnSpace
 from pace_agent.envs.tasks import load_tasks
 from pace_agent.errors import EnvironmentFault, PaceError, SandboxError, UserError, did_you_mean
@@ -56,6 +56,15 @@ class ToolEnv(gymnasium.Env[Messages, Message | str]):
     """Where tasks come from."""
     sandbox_spec: ClassVar[SandboxSpec | None] = None
     """Limits of a sandbox session; None leaves them to the provider. One is opened only where a tool asks for it."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, value in vars(cls).items():
+            if isinstance(value, Tool) and hasattr(ToolEnv, name):
+                raise UserError(
+                    f"{cls.__name__}: a tool method can't be called {name!r}, which every environment has already; "
+                    f"call it otherwise and write @tool(name={name!r})"
+                )
 
     def __init__(
         self,
@@ -190,7 +199,7 @@ class ToolEnv(gymnasium.Env[Messages, Message | str]):
         info: dict[str, Any] = {"metrics": metrics}
         value = 0.0
         if over:
-            value, parts = await grade(
+            value, parts = await score(
                 self._reward or self.reward,
                 task=self.task,
                 messages=self.messages,

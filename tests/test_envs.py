@@ -4,7 +4,7 @@ import asyncio
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import gymnasium
 import pytest
@@ -285,13 +285,39 @@ def test_a_user_may_reply_and_a_tool_may_end_the_episode() -> None:
     assert (said[0].content, reward, over) == ("blue", 0.0, True)
 
 
+def test_a_tool_never_hides_what_an_environment_does() -> None:
+    with pytest.raises(UserError, match=r"can't be called 'close'.*@tool\(name='close'\)"):
+
+        class Wrong(ToolEnv):
+            """Close doors."""
+
+            @tool
+            def close(self) -> str:
+                """Close the door."""
+                return "bang"
+
+    class Right(Echo):
+        """Close doors."""
+
+        @tool(name="close")
+        def close_door(self) -> str:
+            """Close the door."""
+            return "bang"
+
+    env = Right()
+    _, info = env.reset(options={"task": make_task("x")})
+    assert [each["function"]["name"] for each in info["tools"]] == ["close"]
+    assert env.step(says("", ToolCall("close")))[0][0].content == "bang"
+    env.close()
+
+
 class Broken(ToolEnv):
     """Fail."""
 
     def start(self, task: Task) -> None:
         raise KeyError("row")
 
-    reward = staticmethod(lambda answer: 1.0)  # type: ignore[assignment]
+    reward = staticmethod(lambda answer: 1.0)
 
 
 async def test_an_environments_own_bug_names_the_environment() -> None:
@@ -336,7 +362,7 @@ class Boxes:
     async def aclose(self) -> None:
         self.closed_provider += 1
 
-    async def __aenter__(self) -> "Boxes":
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:

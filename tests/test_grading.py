@@ -117,7 +117,7 @@ async def test_a_gold_answer_that_cannot_be_read_is_the_data_sets_fault(gold: st
 
 async def test_arguments_are_keyword_only() -> None:
     with pytest.raises(TypeError):
-        await grade("3", "\\boxed{3}")  # type: ignore[misc]
+        await grade("3", "\\boxed{3}")  # type: ignore[call-arg]
 
 
 async def test_a_bomb_scores_nothing_and_disturbs_nobody() -> None:

@@ -53,7 +53,7 @@ def test_generated_tasks_are_deterministic(make: Any) -> None:
 def test_a_generator_with_too_few_problems_is_an_error_not_a_hang() -> None:
     source = Procedural(lambda rng: make_task("always the same"))
     with pytest.raises(UserError, match="split in 10000 draws"):
-        [source.task(split, 0) for split in ("train", "eval")]  # type: ignore[arg-type]
+        [source.task(split, 0) for split in ("train", "eval")]
 
 
 def test_every_kind_of_mathematical_problem_has_its_turn() -> None:
@@ -84,7 +84,7 @@ def test_rows_without_a_split_are_shared_out_by_content(tmp_path: Path) -> None:
     source = JsonlTasks(write(tmp_path / "a.jsonl", rows), eval_share=0.25)
     shuffled = JsonlTasks(write(tmp_path / "b.jsonl", rows[::-1]), eval_share=0.25)
     for split in ("train", "eval"):
-        size = source.size(split)  # type: ignore[arg-type]
+        size = source.size(split)
         assert size is not None
         assert contents(source, split, size) == contents(shuffled, split, size)
     assert 60 < (source.size("eval") or 0) < 140
