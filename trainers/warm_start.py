@@ -158,7 +158,7 @@ def _fit(
             group["lr"] = learning_rate * _schedule(step, steps)
         loss = _loss(model, next(batches))
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if on_step is not None:

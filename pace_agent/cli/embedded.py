@@ -12,7 +12,7 @@ from pace_agent import __version__
 from pace_agent.errors import UserError
 
 STEPS = 600
-CONVERSATIONS = 12_000
+CONVERSATIONS = 6_000
 SEED = 0
 
 
@@ -74,8 +74,8 @@ def make_embedded_model(folder: Path, *, steps: int = STEPS, conversations: int 
         def show(done: int, _steps: int, loss: float) -> None:
             progress.update(bar, completed=done, loss=f"{loss:.3f}")
 
-        talks = demonstrations(conversations, seed=SEED)
-        return make_warm_start(talks, folder, tools=tool_schemas(), steps=steps, seed=SEED, on_step=show)
+        played = [each.messages for each in demonstrations(conversations, seed=SEED)]
+        return make_warm_start(played, folder, tools=tool_schemas(), steps=steps, seed=SEED, on_step=show)
 
 
 def _make_cached(target: Path, steps: int, conversations: int) -> None:
