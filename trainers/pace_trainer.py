@@ -89,6 +89,8 @@ class PaceTrainer(GRPOTrainer):  # type: ignore[misc]
             peft_config=peft_config,
         )
         self.remove_callback(PrinterCallback)  # whoever runs us prints
+        if peft_config is not None:
+            self.published_weights()  # an adapter that can't be merged is found before the first step, not after it
         self._scores_live = can_score(self.model) and not self.aux_loss_enabled and args.device.type == "cpu"
 
     # ---- running --------------------------------------------------------------------------------------------------
@@ -166,7 +168,8 @@ class PaceTrainer(GRPOTrainer):  # type: ignore[misc]
             )
         aux_loss = None
         if self._scores_live and model is self.model and not self._entropy_bonus_enabled:
-            logps, entropies = live_scores(model, input_ids, micro["live"], self.temperature)
+            share = not self.args.gradient_checkpointing
+            logps, entropies = live_scores(model, input_ids, micro["live"], self.temperature, share_prefix=share)
         else:
             logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, **options

@@ -41,17 +41,22 @@ def can_score(model: nn.Module) -> bool:
     )
 
 
-def live_scores(model: nn.Module, input_ids: Tensor, live: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def live_scores(
+    model: nn.Module, input_ids: Tensor, live: Tensor, temperature: float, *, share_prefix: bool = True
+) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of each live token at `temperature`, both (B, T) and 0 where `live` is False.
 
     `input_ids` (B, P + T) with padding on the right alone; `live` (B, T) marks the tokens to score, each of which has
-    a token before it (P >= 1). The entropy has a gradient only as far as autograd is asked for one.
+    a token before it (P >= 1). The entropy has no gradient. `share_prefix=False` where activations are recomputed in
+    the backward pass, which keeps no cache.
     """
     causal = _causal(model)
     n_scored = live.shape[1]
-    hidden = _last_hidden(causal, input_ids, input_ids.shape[1] - n_scored)
+    limit = input_ids.shape[1] - n_scored - 1 if share_prefix and _keeps_every_key(causal) else 0
+    hidden = _last_hidden(causal, input_ids, shared_prefix(input_ids, limit))
     before = hidden[:, -n_scored - 1 : -1][live]
-    logits = causal.get_output_embeddings()(before).float()
+    logits = causal.get_output_embeddings()(before)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1.0:
         logits = logits / temperature
     all_logps = torch.log_softmax(logits, dim=-1)
@@ -70,10 +75,9 @@ def shared_prefix(input_ids: Tensor, limit: int) -> int:
     return length if length >= SHORTEST_PREFIX else 0
 
 
-def _last_hidden(causal: Any, input_ids: Tensor, n_prompt: int) -> Tensor:
-    """Hidden states (B, L', H) of the last L' positions, L' covering all but a shared beginning."""
+def _last_hidden(causal: Any, input_ids: Tensor, prefix: int) -> Tensor:
+    """Hidden states (B, L - prefix, H) after the first `prefix` positions, which all rows share."""
     backbone = causal.base_model
-    prefix = shared_prefix(input_ids, n_prompt - 1) if _may_share(causal) else 0
     if not prefix:
         return backbone(input_ids=input_ids, use_cache=False).last_hidden_state
     from transformers import DynamicCache
@@ -94,10 +98,11 @@ def _cache_keyword(backbone: type) -> str:
     return "cache" if "cache" in inspect.signature(backbone.forward).parameters else "past_key_values"
 
 
-def _may_share(causal: Any) -> bool:
-    """Only full attention keeps every key, and recomputed activations keep no cache."""
-    kinds = set(getattr(causal.config.get_text_config(), "layer_types", None) or ["full_attention"])
-    return kinds == {"full_attention"} and not getattr(causal, "is_gradient_checkpointing", False)
+def _keeps_every_key(causal: Any) -> bool:
+    """Full attention does; a sliding window or a recurrent state doesn't."""
+    return set(getattr(causal.config.get_text_config(), "layer_types", None) or ["full_attention"]) == {
+        "full_attention"
+    }
 
 
 def _spread(values: Tensor, live: Tensor) -> Tensor:

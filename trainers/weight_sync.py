@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from pace_agent.errors import RunError
+from pace_agent.errors import UserError
 
 BASE, SAVED = "base_layer", "modules_to_save"
 
@@ -39,7 +39,7 @@ def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     base = model.get_base_model()  # type: ignore[operator]
     merged: dict[str, Tensor] = {}
-    tied: dict[int, Tensor] = {}
+    places: set[int] = set()
     for path, module in base.named_modules():
         if isinstance(module, BaseTunerLayer):
             layer = copy.deepcopy(module)
@@ -51,14 +51,17 @@ def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         else:
             continue
         merged |= {f"{path}.{name}": tensor.detach() for name, tensor in after.items()}
-        tied |= {before[name].data_ptr(): tensor.detach() for name, tensor in after.items()}
+        places |= {tensor.data_ptr() for tensor in before.values()}
     owners = tuple({name.rpartition(".")[0] + "." for name in merged})
     for name, tensor in base.state_dict().items():
         if name.startswith(owners):
             continue
         if "lora_" in name or f".{BASE}." in name or f".{SAVED}." in name:
-            raise RunError(f"the adapter's weight {name} can't be merged for publishing; use plain LoRA")
-        yield name, tied.get(tensor.data_ptr(), tensor.detach())
+            raise UserError(f"the adapter's weight {name} can't be merged for publishing; use plain LoRA")
+        if tensor.data_ptr() in places:
+            # The tied layer is trained without the adapter's part, so no single weight serves both.
+            raise UserError(f"{name} is tied to a layer with an adapter; leave the embedding out of the adapter")
+        yield name, tensor.detach()
     yield from merged.items()
 
 
