@@ -21,7 +21,7 @@ def run(
     target: str, config: RunConfig, *, n: int, tasks: int, seed: int, temperature: float, as_json: bool
 ) -> None:
     """Evaluate and print. Nothing is written into the run folder."""
-    parts = wire(config)
+    parts = wire(with_model(config, target))
     plan = EvalPlan(tasks=tasks, n=n, seed=seed, concurrency=config.engine.slots)
     result = asyncio.run(_evaluate(parts, config, plan, temperature))
     if as_json:
@@ -29,6 +29,11 @@ def run(
     else:
         print(f"model {parts.model}")
         print(format_table(result))
+
+
+def with_model(config: RunConfig, target: str) -> RunConfig:
+    """The config with the model that `target` names: a run's own config names the model it started from."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": target})})
 
 
 async def _evaluate(parts: Parts, config: RunConfig, plan: EvalPlan, temperature: float) -> EvalResult:

@@ -5,6 +5,7 @@ import asyncio
 from rich.console import Console
 from rich.text import Text
 
+from pace_agent.cli.evaluate import with_model
 from pace_agent.cli.wiring import Parts, make_engine, wire
 from pace_agent.config import RunConfig
 from pace_agent.rollout.episode import Episode
@@ -16,7 +17,7 @@ STYLES = {"system": "dim", "user": "bold", "assistant": "green", "tool": "yellow
 
 def run(target: str, config: RunConfig, *, seed: int, temperature: float) -> None:
     """Play one held-out task and print its messages, stamps and reward."""
-    parts = wire(config)
+    parts = wire(with_model(config, target))
     _print(asyncio.run(_play(parts, config, seed, temperature)))
 
 

@@ -83,6 +83,8 @@ def model_folder(path: str) -> Path:
 
         return embedded_model()
     folder = Path(path).expanduser()
+    if (folder / "config.toml").is_file():
+        return _trained_model(folder)
     if not folder.is_dir():
         raise UserError(
             f"model.path = {path!r}: there is no such folder. Give a Hugging Face model folder, a run folder, "
@@ -93,6 +95,17 @@ def model_folder(path: str) -> Path:
     if not list(folder.glob("*.safetensors")):
         raise UserError(f"model.path = {path!r} holds no *.safetensors: the weights are missing")
     return folder
+
+
+def _trained_model(run: Path) -> Path:
+    """The model of a run folder: at its end, else the best so far, else of the last checkpoint."""
+    from pace_agent.trainers.checkpoint import find_checkpoint
+
+    checkpoint = find_checkpoint(run)
+    for folder in (run / "final", run / "best", *([checkpoint] if checkpoint else [])):
+        if (folder / "config.json").is_file():
+            return folder
+    raise UserError(f"{run} is a run folder without a model: it saved no checkpoint")
 
 
 def context_length(model: Path) -> int:
