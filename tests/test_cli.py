@@ -66,9 +66,17 @@ def test_bad_input_is_exit_code_2_and_a_message(capsys: pytest.CaptureFixture[st
     assert captured.out == ""
 
 
-def test_an_unknown_option_of_trl_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("config", "show", "--trainer.lerning_rate", "1") == 2
-    assert "Did you mean 'learning_rate'?" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--trainer.lerning_rate", "1", "Did you mean 'learning_rate'?"),
+        ("--trainer.loss_type", "grop", "Did you mean 'grpo'?"),
+        ("--trainer.use_vllm", "true", "trainer.use_vllm has no effect here"),
+    ],
+)
+def test_a_wrong_option_of_trl_is_found(option: str, value: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("config", "show", option, value) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [("bogus",), ("eval",), ("eval", "embedded", "-n", "0"), ("env", "list", "x")])

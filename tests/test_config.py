@@ -3,14 +3,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pace_agent.config import (
     RunConfig,
     build_config,
     check_resume,
-    check_trainer_keys,
     config_fingerprint,
     dump_toml,
     load_config,
@@ -142,6 +141,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         (["--pool.target", "64"], ["pool.target = 64", "lowest is 128"]),
         (["--pool.capacity", "64"], ["pool.capacity = 64", "lowest is 128"]),
         (["--pool.target", "200", "--pool.capacity", "199"], ["lowest is 200"]),
+        (["--pool.unit", "group", "--pool.target", "130"], ["pool.target = 130", "128 and 136"]),
         (["--sandbox.backend", "subprocess"], ["sandbox.backend", "sandbox.unsafe"]),
         (["--trainer.seed", "1"], ["trainer.seed", "run.seed"]),
         (["--trainer.max_steps", "0"], ["trainer.max_steps = 0", "at least 1"]),
@@ -208,7 +208,8 @@ json_like = st.recursive(
 )
 
 
-@given(json_like.filter(lambda value: "\ud800" not in str(value)))
+@settings(deadline=None, max_examples=50)
+@given(json_like)
 def test_any_value_reads_back(value: Any) -> None:
     assert tomllib.loads(f"value = {toml_value(value)}")["value"] == value
 
@@ -246,12 +247,6 @@ def test_trainer_options_are_the_users_where_they_are_set() -> None:
     assert options["lr_scheduler_type"] == "constant"
     assert "lr_scheduler_kwargs" not in options
     assert options["optim_args"] is None
-
-
-def test_an_option_that_trl_does_not_have() -> None:
-    with pytest.raises(UserError, match=r"trainer\.lerning_rate.*Did you mean 'learning_rate'"):
-        check_trainer_keys(["lerning_rate"], ["learning_rate", "loss_type"])
-    check_trainer_keys(["loss_type"], ["learning_rate", "loss_type"])
 
 
 # Resuming

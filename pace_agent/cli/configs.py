@@ -1,10 +1,9 @@
 """From a command's options to the configuration that it works with."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 
-from pace_agent.config import RunConfig, check_resume, check_trainer_keys, dump_toml, load_config
+from pace_agent.config import RunConfig, check_resume, dump_toml, load_config, trainer_options
 from pace_agent.config.trainer import DEFAULTS
 from pace_agent.errors import UserError
 
@@ -42,12 +41,20 @@ def eval_config(target: str, env: str | None, overrides: Sequence[str], environ:
 
 
 def _check_trainer(config: RunConfig) -> None:
-    """Ask TRL for its names only where a name is not one of our defaults: loading TRL takes seconds."""
-    if config.trainer.keys() <= DEFAULTS.keys():
-        return
-    from pace_agent.trainers.pace_config import PaceConfig
+    """Let TRL judge its options before anything is made, but only where one needs it: loading TRL takes seconds.
 
-    check_trainer_keys(config.trainer, [field.name for field in fields(PaceConfig)])
+    Our own defaults are known to be right, and so are the numbers that replaced their numbers.
+    """
+    foreign = [
+        name
+        for name, value in config.trainer.items()
+        if name not in DEFAULTS or (isinstance(DEFAULTS[name], str) and value != DEFAULTS[name])
+    ]
+    if not foreign:
+        return
+    from pace_agent.trainers.pace_config import build_config
+
+    build_config(trainer_options(config), output_dir=config.run.dir or "runs")
 
 
 def write_config(path: Path, config: RunConfig) -> None:

@@ -14,7 +14,7 @@ from pace_agent.config.models import (
 )
 from pace_agent.config.resume import check_resume, config_fingerprint
 from pace_agent.config.toml import dump_toml
-from pace_agent.config.trainer import check_trainer_keys, trainer_options
+from pace_agent.config.trainer import trainer_options
 
 __all__ = [
     "EngineSection",
@@ -28,7 +28,6 @@ __all__ = [
     "SandboxSection",
     "build_config",
     "check_resume",
-    "check_trainer_keys",
     "config_fingerprint",
     "dump_toml",
     "load_config",

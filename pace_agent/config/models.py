@@ -235,6 +235,9 @@ class RunConfig(Section):
             )
         if pool.target is not None and pool.target < batch:
             raise ValueError(f"pool.target = {pool.target} is below pool.batch_size = {batch}; the lowest is {batch}")
+        for name, entries in (("target", pool.target), ("capacity", pool.capacity)):
+            if pool.unit == "group" and entries is not None:
+                _check_multiple(f"pool.{name}", entries, "rollout.group_size", self.rollout.group_size)
         wanted = max(batch, pool.target or 0)
         if pool.capacity is not None and pool.capacity < wanted:
             raise ValueError(

@@ -1,15 +1,12 @@
 """TRL's options: the defaults of the embedded job, and the few that the rest of the config decides.
 
-Every other name goes to TRL's `GRPOConfig` as it stands. TRL's names are only known once TRL is loaded, so
-`check_trainer_keys` takes them from the caller.
+Every other name goes to the trainer's config as it stands, which knows TRL's names and checks them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator
-
-from pace_agent.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from pace_agent.config.models import RunConfig
@@ -101,13 +98,3 @@ def trainer_options(config: "RunConfig") -> dict[str, Any]:
         "num_generations": config.rollout.group_size,
         "gradient_accumulation_steps": batch // options["per_device_train_batch_size"],
     }
-
-
-def check_trainer_keys(options: Iterable[str], known: Iterable[str]) -> None:
-    """UserError for an option that TRL does not have."""
-    names = set(known) - DECIDED_ELSEWHERE.keys()
-    for name in options:
-        if name not in names and name not in DEFAULTS:
-            raise UserError(
-                f"unknown option trainer.{name}: TRL's trainer has none of that name.{did_you_mean(name, names)}"
-            )

@@ -59,7 +59,7 @@ def _reward(axis: "Axes", steps: list[float], rows: Sequence[Mapping[str, Any]])
     axis.plot(steps, reward, color=BLUE, alpha=0.35, linewidth=1.1, marker="." if len(steps) < 3 else "", label="step")
     if len(steps) >= WINDOW:
         axis.plot(steps, _moving_mean(reward), color=BLUE, linewidth=2.2, label=f"mean of {WINDOW} steps")
-    held_out = _column(rows, "eval/reward")
+    held_out = _column(rows, "eval/reward_mean")
     if any(math.isfinite(value) for value in held_out):
         axis.plot(
             steps,
