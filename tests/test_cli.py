@@ -131,7 +131,7 @@ def test_exit_codes(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setitem(sys.modules, "pace_agent.cli.train", SimpleNamespace(run=fail))  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, "pace_agent.cli.train", SimpleNamespace(run=fail))
     assert run("train") == code
     assert capsys.readouterr().err.strip() == said
 
@@ -140,7 +140,7 @@ def test_a_fault_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setitem(sys.modules, "pace_agent.cli.train", SimpleNamespace(run=fail))  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, "pace_agent.cli.train", SimpleNamespace(run=fail))
     with pytest.raises(ZeroDivisionError):
         run("train")
 
@@ -160,7 +160,7 @@ def run_folder(tmp_path: Path) -> Path:
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
     module = SimpleNamespace(run=lambda *arguments: calls.append(arguments))
-    monkeypatch.setitem(sys.modules, "pace_agent.cli.train", module)  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, "pace_agent.cli.train", module)
     return calls
 
 

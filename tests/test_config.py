@@ -225,7 +225,7 @@ def test_every_key_says_what_it_is_for() -> None:
 
 def test_a_config_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        RunConfig().pool.beta = 2.0  # type: ignore[misc]
+        RunConfig().pool.beta = 2.0
 
 
 # The trainer's options

@@ -265,7 +265,7 @@ def test_the_picture_is_drawn(count: int, tmp_path: Path) -> None:
 
 
 def test_gaps_are_fine(tmp_path: Path) -> None:
-    sparse = [{"step": step} for step in range(1, 15)]
+    sparse: list[dict[str, float]] = [{"step": step} for step in range(1, 15)]
     sparse[4] |= {"reward/mean": 0.5, "eval/reward_mean": 0.4}
     assert draw_run(sparse, tmp_path / "report.png").path is not None
 
