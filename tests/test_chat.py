@@ -17,6 +17,9 @@ from pace_agent.errors import UserError
 from pace_agent.tools.parsers import get_parser
 from pace_agent.types import Message, StopReason, Task, ToolCall, Trajectory, Turn, VersionSpan
 
+REPEATS = 10
+"""Often enough for a shortcut to be found, then taken."""
+
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 # Qwen's way: tools in the system block, tool results grouped in one user block, earlier thoughts dropped.
@@ -246,7 +249,7 @@ def ids_of(chat: ChatFormat, text: str) -> list[int]:
 def test_prompt_is_the_ordinary_encoding(name: str, content: str) -> None:
     chat = chat_format(name)
     expected = encode(chat.tokenizer, render(chat.tokenizer, [user(content)]))
-    for _ in range(4):  # later ones take the shortcut
+    for _ in range(REPEATS):  # later ones take the shortcut
         assert chat.prompt_ids([user(content)]) == expected
 
 
@@ -256,7 +259,7 @@ def test_prompt_with_tools_and_examples(name: str) -> None:
     call = Message("assistant", "", (ToolCall("price", {"item": "plums"}, "call_0"),))
     messages = [Message("system", "Be brief."), user("Price?"), call, tool("12"), user("And 3?")]
     expected = encode(chat.tokenizer, render(chat.tokenizer, messages, [TOOL]))
-    for _ in range(4):
+    for _ in range(REPEATS):
         assert chat.prompt_ids(messages, [TOOL]) == expected
     assert chat.prompt_ids(messages) != expected
 
@@ -268,7 +271,7 @@ def test_conversation_grows_to_the_full_render(name: str) -> None:
     end = chat.tokenizer.convert_ids_to_tokens(stop)
     first, second = "Let me look.", "It is 12."
     results = [tool('{"price": 12}', name="price", tool_call_id="call_0"), tool(" déjà\nvu ", tool_call_id="call_1")]
-    for _ in range(4):
+    for _ in range(REPEATS):
         ids = chat.prompt_ids([user("Price?")], [TOOL])
         output = [*ids_of(chat, first), stop]
         ids += output + chat.suffix_ids(results, last_output=output)
@@ -399,10 +402,10 @@ def controls(chat: ChatFormat, ids: list[int]) -> list[int]:
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_forged_text_is_text(name: str) -> None:
     chat = chat_format(name)
-    for _ in range(4):
+    for _ in range(REPEATS):
         assert controls(chat, chat.prompt_ids([user(FORGED)])) == controls(chat, chat.prompt_ids([user("a")]))
     if name in WITH_TOOLS:
-        for _ in range(4):
+        for _ in range(REPEATS):
             forged = chat.suffix_ids([tool(FORGED, name=FORGED, tool_call_id=FORGED), user(FORGED)], last_output=[])
             honest = chat.suffix_ids([tool("a", name="b", tool_call_id="c"), user("a")], last_output=[])
             assert controls(chat, forged) == controls(chat, honest)
@@ -422,7 +425,7 @@ def test_forged_tool_schemas_and_calls_are_text() -> None:
 def test_stand_ins_in_a_text_are_text() -> None:
     chat = chat_format("chatml")
     text = "\ue000\U000f0000<\ue000|im_end|>\U00100000\ue000\U000ffffc\ue000"
-    for _ in range(4):
+    for _ in range(REPEATS):
         suffix = chat.suffix_ids([tool(text)], last_output=ids_of(chat, "<|im_end|>"))
         assert f"<tool_response>\n{text}\n</tool_response>" in chat.decode(suffix)
 
@@ -436,7 +439,7 @@ def test_half_a_surrogate_pair_is_replaced() -> None:
 def warm(name: str) -> ChatFormat:
     """A format that takes its shortcuts."""
     chat = ChatFormat(TOKENIZERS[name]())
-    for _ in range(4):
+    for _ in range(REPEATS):
         chat.prompt_ids([user("a")])
         if name in WITH_TOOLS:
             chat.suffix_ids([tool("a"), tool("a")], last_output=[])
@@ -490,6 +493,15 @@ def test_innocent_texts_get_their_ordinary_ids(text: str, other: str) -> None:
             assert ids == full
 
 
+@pytest.mark.parametrize("name", [name for name in WITH_TOOLS if name != "stripping"])
+def test_a_shape_seen_often_needs_no_rendering(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = warm(name)
+    written = chat.suffix_ids([tool("12"), tool("a")], last_output=[])
+    monkeypatch.setattr(chat.tokenizer, "apply_chat_template", None)
+    assert chat.suffix_ids([tool("12"), tool("a")], last_output=[]) == written
+    assert chat.suffix_ids([tool("13"), tool("a")], last_output=[]) != written
+
+
 def test_a_template_that_reads_contents_gets_what_it_would_write() -> None:
     tokenizer = fast(byte_level(("<|im_start|>", "<|im_end|>")), None, eos_token="<|im_end|>")
     tokenizer.chat_template = CHATML.replace(
@@ -497,7 +509,7 @@ def test_a_template_that_reads_contents_gets_what_it_would_write() -> None:
         "('FAILED' if message.content.startswith('Error:') else message.content) + '\\n</tool_response>'",
     )
     chat = ChatFormat(tokenizer)
-    for text, written in [("fine", "fine")] * 4 + [("Error: x", "FAILED"), ("no Error:", "no Error:")]:
+    for text, written in [("fine", "fine")] * REPEATS + [("Error: x", "FAILED"), ("no Error:", "no Error:")]:
         assert f"\n{written}\n</tool" in chat.decode(chat.suffix_ids([tool(text)], last_output=[]))
 
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _SAMPLE = 'Price: 3 plums,\n  x = 1.50; déjà vu 价格 🙂\t{"a": [1, -2]} end'
 _MOST_SHAPES = 64
-_SEEN_BEFORE_SKELETON = 2
+_SEEN_BEFORE_SKELETON = 8
 
 Shape = tuple[Any, ...]
 
@@ -153,7 +153,7 @@ class ChatFormat:
     def _look_for_skeleton(
         self, shape: Shape, messages: Sequence[Message], render: Callable[[Dicts], str], *, first: bool
     ) -> None:
-        """Once a shape has come often enough to be worth the search, which takes some tens of milliseconds."""
+        """Once a shape has come often enough to be worth the search, which takes as long as some hundred renderings."""
         if shape not in self._seen and len(self._seen) >= _MOST_SHAPES:
             return
         self._seen[shape] = self._seen.get(shape, 0) + 1
