@@ -3,8 +3,8 @@
 What always holds:
 
 * Every id from 0 to `submitted - 1` was given out once and is in exactly one state.
-* submitted = running + grouping + pooled + drawn + trained + rejected + failed + cancelled. `check` tests it in constant
-  time at every draw, `audit` recounts the column.
+* submitted = running + grouping + pooled + drawn + trained + rejected + failed + cancelled. `check` tests it in
+  constant time at every draw, `audit` recounts the columns.
 * A trajectory moves only along `MOVES`; the last four states are final, and three of them carry a reason.
 * After a restart the ids go on from the checkpoint: an id is unique in the surviving line, not across incarnations.
 

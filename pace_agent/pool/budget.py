@@ -56,7 +56,8 @@ def length_edges(window: NDArray[np.int64], n_pooled: int, n_bins: int) -> NDArr
         return np.empty(0, dtype=np.int64)
     ordered = np.sort(window)
     edges = np.unique(ordered[np.arange(1, bins) * ordered.size // bins])
-    return edges[edges > ordered[0]]
+    inner: NDArray[np.int64] = edges[edges > ordered[0]]
+    return inner
 
 
 def resample_carries(carries: NDArray[np.float64], bins: int) -> NDArray[np.float64]:

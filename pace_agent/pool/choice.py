@@ -3,8 +3,8 @@
 What always holds: the choice is exact and does not depend on the machine. Of equal values the earlier one is chosen.
 
 `Bins` is a radix selection. Every value falls into one of `LEVELS` equal intervals of the values' range. One histogram
-over (bin, interval) cells tells for each bin which intervals are chosen whole and which one holds the last chosen value;
-only the values in that cell are compared with each other. Merely grouping 100,000 values by bin takes longer.
+over (bin, interval) cells tells for each bin which intervals are chosen whole and which one holds the last chosen
+value; only the values in that cell are compared with each other. Merely grouping 100,000 values by bin takes longer.
 """
 
 from dataclasses import dataclass
@@ -71,7 +71,8 @@ class Bins:
     @property
     def room(self) -> NDArray[np.int64]:
         """How many may be chosen in each bin, shape (bins,)."""
-        return self.histogram.sum(axis=1)
+        room: NDArray[np.int64] = self.histogram.sum(axis=1)
+        return room
 
     def lowest(self, shares: NDArray[np.int64]) -> NDArray[np.int64]:
         """Indices, rising, of the shares[b] lowest values of every bin b. Needs 0 <= shares <= room."""
@@ -107,8 +108,8 @@ def _first_cells(lengths: NDArray[np.int64], edges: NDArray[np.int64]) -> NDArra
         return np.zeros(lengths.size)
     top = int(edges[-1])
     if top > 8 * lengths.size:
-        return np.searchsorted(edges, lengths, side="right") * float(LEVELS)
+        return np.searchsorted(edges, lengths, side="right").astype(np.float64) * LEVELS
     # Token counts are small ints: a table indexed by length is many times faster than a search for each.
-    table = np.zeros(top + 1)
+    table = np.zeros(top + 1, dtype=np.float64)
     table[edges] = LEVELS
-    return np.cumsum(table).take(lengths, mode="clip")
+    return np.cumsum(table, dtype=np.float64).take(lengths, mode="clip")

@@ -16,8 +16,8 @@ carried no signal are in none of these, so that their capacity comes back. Where
 the rule submitted < (V + eta + 1) M, minus what failed or carried no signal; and because the lead counts what exists
 instead of what ever was, a run that starts at version 100 admits (eta + 1) M rollouts and not 100 batches more.
 
-No policy can come to rest while rollouts may start: each admits whenever the lead is less than a batch, so that with
-batches that are no multiple of the group size, after failures and after rejections there is always something to wait for.
+No policy can come to rest: each admits while the lead is less than a batch, so that after failures, after rejections,
+and with batches that are no multiple of the group size, there is always something to wait for.
 """
 
 from collections.abc import Mapping
@@ -78,9 +78,12 @@ class Selection:
 
 
 class Policy(Protocol):
-    """`select` is asked when at least M units wait; its state goes into the pool's checkpoint."""
+    """`select` is asked only when the policy is `ready`, which needs at least M units; all numbers there are units but
+    `in_flight`. The state goes into the pool's checkpoint."""
 
     def admit(self, state: AdmissionState) -> bool: ...
+
+    def ready(self, pooled: int, in_flight: int) -> bool: ...
 
     def select(self, view: PoolView) -> Selection: ...
 
@@ -103,6 +106,9 @@ class _Base:
     def admit(self, state: AdmissionState) -> bool:
         return state.pooled < self.capacity
 
+    def ready(self, pooled: int, in_flight: int) -> bool:
+        return pooled >= self.options.batch_size
+
     def select(self, view: PoolView) -> Selection:
         return Selection(NOTHING, np.arange(self.options.batch_size))
 
@@ -114,10 +120,16 @@ class _Base:
 
 
 class Sync(_Base):
-    """Generation and training take turns. Of a last group that does not fit into the batch, the rest waits a step."""
+    """Generation and training take turns: no rollout is in flight during a step.
+
+    Where a refilled group is more than the batch had room for, the rest of it waits for the next one.
+    """
 
     def admit(self, state: AdmissionState) -> bool:
         return state.drawn == 0 and state.lead < self.batch
+
+    def ready(self, pooled: int, in_flight: int) -> bool:
+        return in_flight == 0 and super().ready(pooled, in_flight)
 
 
 class Unfiltered(_Base):

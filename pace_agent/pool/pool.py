@@ -94,7 +94,7 @@ class PacePool(Generic[T]):
         return self.policy.admit(
             AdmissionState(
                 requested=requested,
-                in_flight=self.ledger.count(State.RUNNING) + self.ledger.count(State.GROUPING),
+                in_flight=self._in_flight(),
                 pooled=self._units * size,
                 drawn=-(-drawn // batch) * batch,
             )
@@ -123,11 +123,11 @@ class PacePool(Generic[T]):
         self._units += bool(rows) if together else len(rows)
 
     def ready(self) -> bool:
-        """Whether `draw` would do something: at least a batch is waiting."""
-        return self._units >= self.options.batch_size
+        """Whether `draw` would do something: a batch is waiting (with `sync`: and nothing is in flight)."""
+        return self.policy.ready(self._units, self._in_flight())
 
     def draw(self, version: int) -> Draw[T] | None:
-        """Reject what the policy rejects and draw a batch, at published version `version`; None where N < M.
+        """Reject what the policy rejects and draw a batch, at published version `version`; None where not `ready`.
 
         Drawn trajectories come in order of completion. Raises ValueError for a version that lies behind a completion,
         RunError where the ledger does not balance.
@@ -135,14 +135,14 @@ class PacePool(Generic[T]):
         if not self.ready():
             return None
         started = time.perf_counter()
-        starts = self._starts()
+        self.check()
         occupancy = self._units
-        selection = self.policy.select(self._view(version, starts))
-        drawn, rejected = self._rows(selection.drawn, starts), self._rows(selection.rejected, starts)
-        metrics = self._measure(version, drawn)
+        selection = self.policy.select(self.view(version))
+        drawn, rejected = self._rows(selection.drawn), self._rows(selection.rejected)
         ids, rejected_ids = self._columns["id"].take(drawn), self._columns["id"].take(rejected)
         self.ledger.move_many(rejected_ids, State.REJECTED, STALE)
         self.ledger.move_many(ids, State.DRAWN)
+        metrics = self._measure(version, drawn)
         payloads = tuple(map(self._payloads.pop, ids.tolist()))
         rejected_payloads = tuple(map(self._payloads.pop, rejected_ids.tolist()))
         self._take_out(drawn, rejected, selection)
@@ -156,6 +156,21 @@ class PacePool(Generic[T]):
             "pool/draw_seconds": time.perf_counter() - started,
         }
         return Draw(version, ids, payloads, rejected_ids, rejected_payloads, metrics)
+
+    def view(self, version: int) -> PoolView:
+        """The waiting units as the policy sees them, at least one, valid until the pool changes."""
+        columns = self._columns
+        waiting_staleness(version, int(columns["completed_version"].max()))
+        effective, tokens = columns["effective_version"], columns["n_sampled"]
+        oldest, last = columns["min_version"], columns["last_attempt"]
+        if self.options.unit == "group":
+            starts = self._starts()
+            total = np.add.reduceat(tokens, starts)
+            effective = np.add.reduceat(tokens * effective, starts) / total
+            tokens = np.rint(total / np.diff(starts, append=len(self))).astype(np.int64)
+            oldest = np.minimum.reduceat(oldest, starts)
+            last = np.logical_or.reduceat(last, starts)
+        return PoolView(version, effective, tokens, oldest, last, self._window.values())
 
     def check(self) -> None:
         """Raise RunError unless the ledger balances and has as pooled exactly as many as wait here."""
@@ -186,7 +201,7 @@ class PacePool(Generic[T]):
         self._columns.load_state_dict(state["columns"])
         self._payloads = dict(zip(self._columns["id"].tolist(), state["payloads"], strict=True))
         self._next_unit = int(state["next_unit"])
-        self._units = self._starts().size
+        self._units = np.unique(self._columns["unit"]).size
         self.rejected_total = int(state["rejected_total"])
         policy, policy_state = state["policy"]
         if policy == self.options.policy:
@@ -195,6 +210,9 @@ class PacePool(Generic[T]):
         self._bias.load_state_dict(state["bias"])
         self._totals = StalenessTotals(**state["totals"])
         self.check()
+
+    def _in_flight(self) -> int:
+        return self.ledger.count(State.RUNNING) + self.ledger.count(State.GROUPING)
 
     def _row(self, entry: Entry[T]) -> dict[str, Any]:
         spans, completed = entry.spans, entry.completed_version
@@ -214,30 +232,15 @@ class PacePool(Generic[T]):
 
     def _starts(self) -> NDArray[np.int64]:
         """The first row of every unit."""
-        if self.options.unit == "trajectory":
-            return np.arange(len(self))
         unit = self._columns["unit"]
         return np.flatnonzero(np.diff(unit, prepend=unit[:1] - 1))
 
-    def _view(self, version: int, starts: NDArray[np.int64]) -> PoolView:
-        columns = self._columns
-        waiting_staleness(version, int(columns["completed_version"].max()))
-        effective, tokens = columns["effective_version"], columns["n_sampled"]
-        oldest, last = columns["min_version"], columns["last_attempt"]
-        if self.options.unit == "group":
-            total = np.add.reduceat(tokens, starts)
-            effective = np.add.reduceat(tokens * effective, starts) / total
-            tokens = np.rint(total / np.diff(starts, append=len(self))).astype(np.int64)
-            oldest = np.minimum.reduceat(oldest, starts)
-            last = np.logical_or.reduceat(last, starts)
-        return PoolView(version, effective, tokens, oldest, last, self._window.values())
-
-    def _rows(self, units: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _rows(self, units: NDArray[np.int64]) -> NDArray[np.int64]:
         """The rows of all members of `units`, rising."""
-        if self.options.unit == "trajectory":
+        if self.options.unit == "trajectory" or not units.size:
             return units
-        ends = np.append(starts[1:], len(self))
-        return np.concatenate([np.arange(starts[k], ends[k]) for k in units]) if units.size else units
+        bounds = np.append(self._starts(), len(self))
+        return np.concatenate([np.arange(bounds[k], bounds[k + 1]) for k in units])
 
     def _take_out(self, drawn: NDArray[np.int64], rejected: NDArray[np.int64], selection: Selection) -> None:
         gone = np.zeros(len(self), dtype=np.bool_)
