@@ -232,8 +232,8 @@ def user(text: str) -> Message:
     return Message("user", text)
 
 
-def tool(text: str, **fields: str) -> Message:
-    return Message("tool", text, **fields)
+def tool(text: str, name: str = "", tool_call_id: str = "") -> Message:
+    return Message("tool", text, name=name, tool_call_id=tool_call_id)
 
 
 def ids_of(chat: ChatFormat, text: str) -> list[int]:
@@ -368,7 +368,8 @@ def test_thoughts_that_the_template_drops_stay_in_the_sequence() -> None:
     thought = "<think>\nplums\n</think>\n\n12"
     later = render(chat.tokenizer, [user("a"), Message("assistant", thought), user("b")])
     assert "plums" not in later
-    ids, masks = chat.prompt_ids([user("a")]), []
+    ids = chat.prompt_ids([user("a")])
+    masks: list[int] = []
     for _ in range(2):
         output = ids_of(chat, f"{thought}<|im_end|>")
         suffix = chat.suffix_ids([user("b")], last_output=output)

@@ -154,8 +154,12 @@ class ChatFormat:
         self, shape: Shape, messages: Sequence[Message], render: Callable[[Dicts], str], *, first: bool
     ) -> None:
         """Once a shape has come often enough to be worth the search, which takes as long as some hundred renderings."""
-        if shape not in self._seen and len(self._seen) >= _MOST_SHAPES:
+        if len(self._skeletons) >= _MOST_SHAPES:
             return
+        if (
+            shape not in self._seen and len(self._seen) >= _MOST_SHAPES
+        ):  # shapes that come once must not keep later ones out
+            self._seen.clear()
         self._seen[shape] = self._seen.get(shape, 0) + 1
         if self._seen[shape] <= _SEEN_BEFORE_SKELETON:
             return
@@ -172,6 +176,7 @@ class ChatFormat:
         except UserError:  # the template refuses some texts, so it does more than copy
             found = None
         self._skeletons[shape] = found
+        self._seen.pop(shape, None)
 
     def _check_encoding(self) -> None:
         """Check that pieces are encoded as the whole is, on rendered conversations."""
