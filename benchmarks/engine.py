@@ -43,7 +43,7 @@ def make_model(seed: int = 0) -> Any:
 
 
 def make_requests(count: int, rng: random.Random, *, shared: int, name: str) -> list[GenerationRequest]:
-    """Prompts of `shared` common tokens and 20 to 100 own ones; answers log-normal, median 32, sigma 0.8, cut at 256."""
+    """Prompts of `shared` common tokens and 20 to 100 own ones; answers log-normal (median 32, cut at 256)."""
     common = [rng.randrange(512) for _ in range(shared)]
     requests = []
     for i in range(count):

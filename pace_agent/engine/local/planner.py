@@ -73,13 +73,12 @@ class Planner:
         self.cache.reserve(int(active[-1]) + 1, int(table.length[active].max()))
 
         positions = table.cached[decoding]
+        decode = self._decode(decoding, positions) if len(decoding) else None
         if not len(extending):
-            decode = self._decode(decoding, positions)
             table.cached[decoding] += 1
             plan = self._packed(decoding, positions, table.ids[decoding, positions], None, decode, ())
             return plan, decoding, torch.arange(len(decoding), device=self.device)
 
-        decode = self._decode(decoding, positions) if len(decoding) else None
         starts, ends, shared = self._pieces(extending)
         sizes = ends - starts
         rows = np.repeat(extending, sizes)

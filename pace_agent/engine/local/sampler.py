@@ -28,7 +28,8 @@ def uniforms(states: NDArray[np.uint64], counts: NDArray[np.int64]) -> NDArray[n
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
     # 48 bits: times any total below 2, the product stays below the total in double precision.
-    return (z >> np.uint64(16)).astype(np.float64) * 2.0**-48
+    fraction: NDArray[np.float64] = (z >> np.uint64(16)).astype(np.float64) * 2.0**-48
+    return fraction
 
 
 def _restricted(logprobs: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64]) -> Tensor:

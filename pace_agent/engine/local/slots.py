@@ -8,8 +8,8 @@ What always holds:
 * `table.ids[slot, :length]` are the ids of the slot, `cached` of them are in the row. Between steps every running slot
   has at least one id that is not cached, because a sampled token is cached by the step that follows it.
 * A token is stamped with `version` in the step that samples it, and weights change only in `swap`, between steps.
-* With `stale_cache="recompute"` a cache row holds only what the present weights give: a swap discards every row, running
-  turns are computed again, together, by the next step, held ones by their next turn. With `"keep"` rows survive a
+* With `stale_cache="recompute"` a cache row holds what the present weights give: a swap discards every row; running
+  turns are computed again by the next step, all together, held ones by their next turn. With `"keep"` rows survive a
   swap: later tokens see keys and values of older weights, so that their log-probabilities match no version exactly.
   `stats().stale_tokens` counts them.
 """
@@ -31,8 +31,9 @@ from pace_agent.engine.local.planner import Ints, Planner, Table
 from pace_agent.engine.local.rows import RowCache
 from pace_agent.engine.local.sampler import mixed_seed, sample, uniforms
 from pace_agent.engine.local.weights import replace_weights
+from pace_agent.engine.request import check_request, spans_of
 from pace_agent.errors import EngineError
-from pace_agent.types import Finish, VersionSpan
+from pace_agent.types import Finish
 
 StaleCache = Literal["recompute", "keep"]
 Outcome = tuple[str, Generation | EngineError]
@@ -46,41 +47,6 @@ class _Turn:
     session: str
     hold: bool
     segments: int = 1
-
-
-def check_request(request: GenerationRequest, vocab_size: int, context_length: int) -> None:
-    """Raise EngineError for a request that can't be computed, naming the number that is wrong."""
-    ids, n = request.input_ids, len(request.input_ids)
-    sampling = request.sampling
-    if n == 0:
-        raise EngineError(f"request {request.rid!r} has no input ids")
-    if n >= context_length:
-        raise EngineError(
-            f"request {request.rid!r} has {n} input ids; the context of {context_length} leaves no room for an answer"
-        )
-    low, high = min(ids), max(ids)
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise EngineError(f"request {request.rid!r}: id {bad} is outside the vocabulary of {vocab_size}")
-    if sampling.max_new_tokens < 1:
-        raise EngineError(f"request {request.rid!r}: max_new_tokens must be at least 1, got {sampling.max_new_tokens}")
-    if not (0.0 <= sampling.temperature < float("inf")):
-        raise EngineError(f"request {request.rid!r}: temperature must be 0 or above, got {sampling.temperature}")
-    if not (0.0 < sampling.top_p <= 1.0):
-        raise EngineError(f"request {request.rid!r}: top_p must be above 0 and at most 1, got {sampling.top_p}")
-    if sampling.top_k < 0:
-        raise EngineError(f"request {request.rid!r}: top_k must be 0 (off) or above, got {sampling.top_k}")
-
-
-def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    """Half-open spans over one version per token."""
-    spans: list[VersionSpan] = []
-    start = 0
-    for end in range(1, len(versions) + 1):
-        if end == len(versions) or versions[end] != versions[start]:
-            spans.append(VersionSpan(int(versions[start]), start, end))
-            start = end
-    return tuple(spans)
 
 
 class SlotDecoder:
@@ -213,7 +179,7 @@ class SlotDecoder:
         rids = sorted(self._rids)
         self._reset()
         self._sampled, self._prefilled, self._stale_tokens, self._interrupted, self._updates = kept
-        return [(rid, error) for rid in rids]
+        return [(rid, EngineError(str(error))) for rid in rids]
 
     def release(self, session: str) -> None:
         """Free the slot of a session, at once or when its turn ends. Unknown names are fine."""
@@ -331,13 +297,12 @@ class SlotDecoder:
 
     def _fail_broken(self, slots: Ints) -> list[Outcome]:
         """End the requests whose logits are not finite. Their rows may hold NaN, so every row is computed again."""
-        error = EngineError(f"the logits of version {self.version} are not finite")
         failed: list[Outcome] = []
         for slot in slots.tolist():
             turn = self._running.pop(slot)
             turn.hold = False
             self._vacate(slot, turn)
-            failed.append((turn.rid, error))
+            failed.append((turn.rid, EngineError(f"the logits of version {self.version} are not finite")))
         self.cache.clear()
         self._discard_rows()
         return failed
