@@ -131,10 +131,13 @@ def execute(source: str, name: str, namespace: dict[str, Any]) -> None:
 
     # Tracebacks of this and of later cells find their lines here.
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-    tree = ast.parse(source, name)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    tree = compile(source, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+    assert isinstance(tree, ast.Module)
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Expr):
+        tree.body.pop()
     exec(compile(tree, name, "exec", dont_inherit=True), namespace)
-    if last is not None:
+    if isinstance(last, ast.Expr):
         sys.displayhook(eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), namespace))
 
 
@@ -648,7 +651,9 @@ def limit(limits: dict[str, int]) -> None:
         kind = getattr(resource, "RLIMIT_" + name)
         _, hard = resource.getrlimit(kind)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
+        # A second more for the processor's: at the hard limit it would be SIGKILL, which says less than SIGXCPU.
+        ceiling = value + 1 if name == "CPU" and hard == resource.RLIM_INFINITY else value
+        resource.setrlimit(kind, (value, ceiling))
 
 
 def become_reaper() -> None:

@@ -167,9 +167,8 @@ class RoomProvider:
             if plan is None:
                 plan = self._plans[spec] = self.backend.plan(spec)
             near, far = socket.socketpair()
-            room = Room()
             with far:
-                room.process = launcher.spawn(plan, far)
+                room = Room(launcher.spawn(plan, far))
             try:
                 await asyncio.get_running_loop().create_connection(lambda: room, sock=near)
                 async with asyncio.timeout(START_SECONDS):

@@ -27,9 +27,10 @@ class RoomDied(Exception):
 
 
 class Room(asyncio.Protocol):
-    def __init__(self) -> None:
+    def __init__(self, process: RoomProcess) -> None:
         loop = asyncio.get_running_loop()
-        self.process: RoomProcess
+        self.process = process
+        process.gone.add_done_callback(lambda _: self._abort())
         self.ready: asyncio.Future[Header] = loop.create_future()
         self._loop = loop
         self._transport: asyncio.Transport | None = None
@@ -67,15 +68,18 @@ class Room(asyncio.Protocol):
 
     def kill(self) -> None:
         """End every process of the room, at once and without its help."""
-        self.alive = False
         self.process.kill()
-        if self._transport is not None:
-            self._transport.abort()
+        self._abort()
 
     async def end(self) -> RoomEnd:
         """Kill it, and wait until nothing of it is left. SandboxError if the launcher died."""
         self.kill()
         return await asyncio.shield(self.process.gone)
+
+    def _abort(self) -> None:
+        self.alive = False
+        if self._transport is not None:
+            self._transport.abort()
 
     # -- asyncio.Protocol
 
