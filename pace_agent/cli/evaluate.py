@@ -17,9 +17,7 @@ from pace_agent.evaluation.runner import EvalPlan, play_tasks, sampling_seed
 from pace_agent.types import Trajectory
 
 
-def run(
-    target: str, config: RunConfig, *, n: int, tasks: int, seed: int, temperature: float, as_json: bool
-) -> None:
+def run(target: str, config: RunConfig, *, n: int, tasks: int, seed: int, temperature: float, as_json: bool) -> None:
     """Evaluate and print. Nothing is written into the run folder."""
     parts = wire(with_model(config, target))
     plan = EvalPlan(tasks=tasks, n=n, seed=seed, concurrency=config.engine.slots)
@@ -50,9 +48,7 @@ async def _evaluate(parts: Parts, config: RunConfig, plan: EvalPlan, temperature
         await engine.start()
         with bar:
             shown = bar.add_task("", total=len(plan.chosen(parts.source)) * plan.n)
-            return await evaluate(
-                parts, engine, plan, temperature=temperature, on_done=lambda _: bar.advance(shown)
-            )
+            return await evaluate(parts, engine, plan, temperature=temperature, on_done=lambda _: bar.advance(shown))
     finally:
         await engine.aclose()
         if parts.provider is not None:

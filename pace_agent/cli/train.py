@@ -35,7 +35,19 @@ from pace_agent.types import Sample
 if TYPE_CHECKING:
     from pace_agent.trainers.pace_trainer import PaceTrainer
 
-POOL_SETTINGS = ("policy", "unit", "beta", "cap", "lam", "staleness", "order", "fairness", "bins", "max_staleness", "eta")
+POOL_SETTINGS = (
+    "policy",
+    "unit",
+    "beta",
+    "cap",
+    "lam",
+    "staleness",
+    "order",
+    "fairness",
+    "bins",
+    "max_staleness",
+    "eta",
+)
 
 
 def run(config: RunConfig, resume: Path | None) -> None:

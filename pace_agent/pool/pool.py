@@ -75,6 +75,7 @@ class PacePool(Generic[T]):
         self._payloads: dict[int, T] = {}
         self._units = 0
         self._next_unit = 0
+        self._latest = 0
         self._window = Window(options.window)
         self._bias = LengthBias(options.window)
         self._totals = StalenessTotals()
@@ -112,6 +113,7 @@ class PacePool(Generic[T]):
         for entry, row in zip(entries, rows, strict=True):
             self._columns.append(row | {"unit": self._next_unit})
             self._payloads[entry.id] = entry.payload
+            self._latest = max(self._latest, entry.completed_version)
             self._bias.generated(row["n_sampled"])
             self._next_unit += 0 if together else 1
         if together and rows:
@@ -159,8 +161,9 @@ class PacePool(Generic[T]):
 
     def view(self, version: int) -> PoolView:
         """The waiting units as the policy sees them, at least one, valid until the pool changes."""
+        if version < self._latest:
+            raise ValueError(f"a rollout completed at {self._latest}, ahead of the published version {version}")
         columns = self._columns
-        waiting_staleness(version, int(columns["completed_version"].max()))
         effective, tokens = columns["effective_version"], columns["n_sampled"]
         oldest, last = columns["min_version"], columns["last_attempt"]
         if self.options.unit == "group":
@@ -171,6 +174,10 @@ class PacePool(Generic[T]):
             oldest = np.minimum.reduceat(oldest, starts)
             last = np.logical_or.reduceat(last, starts)
         return PoolView(version, effective, tokens, oldest, last, self._window.values())
+
+    def payloads(self) -> list[T]:
+        """What waits, in order of completion."""
+        return [self._payloads[trajectory_id] for trajectory_id in self._columns["id"].tolist()]
 
     def check(self) -> None:
         """Raise RunError unless the ledger balances and has as pooled exactly as many as wait here."""
@@ -187,8 +194,9 @@ class PacePool(Generic[T]):
         """Plain data and the payloads as they are. The ledger is saved by its owner, at the same moment."""
         return {
             "columns": self._columns.state_dict(),
-            "payloads": [self._payloads[k] for k in self._columns["id"].tolist()],
+            "payloads": self.payloads(),
             "next_unit": self._next_unit,
+            "latest": self._latest,
             "rejected_total": self.rejected_total,
             "policy": (self.options.policy, self.policy.state_dict()),
             "window": self._window.state_dict(),
@@ -201,6 +209,7 @@ class PacePool(Generic[T]):
         self._columns.load_state_dict(state["columns"])
         self._payloads = dict(zip(self._columns["id"].tolist(), state["payloads"], strict=True))
         self._next_unit = int(state["next_unit"])
+        self._latest = int(state["latest"])
         self._units = np.unique(self._columns["unit"]).size
         self.rejected_total = int(state["rejected_total"])
         policy, policy_state = state["policy"]

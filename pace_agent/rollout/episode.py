@@ -119,9 +119,7 @@ class _Rollout:
         player = self.player
         with _blame(EnvironmentFault):
             self._env = env = player.make_env()
-            observation, info = await env.areset(
-                seed=self.episode.env_seed, options={"task": self.episode.task}
-            )
+            observation, info = await env.areset(seed=self.episode.env_seed, options={"task": self.episode.task})
         self.messages.extend(observation)
         new_ids = player.chat.prompt_ids(observation, info.get("tools", ()))
         while True:

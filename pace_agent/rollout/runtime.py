@@ -348,14 +348,23 @@ class Runtime:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        waiting = [member for group in self._groups.values() for member in group.members]
-        self.journal.write(record(member, fate="grouping", step=self.step) for member in waiting)
-        self.journal.write(record(sample.trajectory, fate="pooled", step=self.step) for sample in self.pool.payloads)
+        try:
+            self._write_rest()
+        finally:
+            for resource in (*self.resources, self.engine):
+                await resource.aclose()
+
+    def _write_rest(self) -> None:
+        """The fate of what was never trained: it waits for its group, or in the pool, or its step did not end."""
+        grouping = [member for group in self._groups.values() for member in group.members]
+        pooled = [sample.trajectory for sample in self.pool.payloads()]
+        dropped = [sample.trajectory for sample in self._drawn]
+        self._fate(dropped, State.CANCELLED, "step_dropped")
+        for fate, members in (("grouping", grouping), ("pooled", pooled)):
+            self.journal.write(record(member, fate=fate, step=self.step) for member in members)
         self._log_ledger()
         self.journal.close()
         self.ledger_log.close()
-        for resource in (*self.resources, self.engine):
-            await resource.aclose()
 
     # ---- checkpoint -------------------------------------------------------------------------------------------
 

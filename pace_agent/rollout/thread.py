@@ -121,6 +121,9 @@ class RuntimeThread:
         try:
             self._loop.run_forever()
         finally:
+            for task in (left := asyncio.all_tasks(self._loop)):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
 
