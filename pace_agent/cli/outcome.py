@@ -59,6 +59,7 @@ def last_line(summary: dict[str, Any]) -> str:
         f"reward {shown(summary['reward_first5'], '.3f')} -> {shown(summary['reward_last10'], '.3f')}"
         f" | over several versions {shown(summary['multi_version_share'], '.0%')}"
         f" | ledger {ledger['submitted']} = {states}"
-        f" | staleness generation {shown(staleness['generation'], '.2f')} + waiting {shown(staleness['waiting'], '.2f')}"
+        f" | staleness generation {shown(staleness['generation'], '.2f')}"
+        f" + waiting {shown(staleness['waiting'], '.2f')}"
         f" = {shown(staleness['effective'], '.2f')} versions"
     )

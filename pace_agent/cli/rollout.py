@@ -45,11 +45,9 @@ def _print(trajectory: Trajectory) -> None:
     console = Console(highlight=False)
     for message in trajectory.messages:
         console.print(_line(message))
-    sampled, total = trajectory.n_sampled, sum(len(t.prompt_ids) + len(t.output_ids) for t in trajectory.turns)
+    turns, sampled, total = len(trajectory.turns), trajectory.n_sampled, len(trajectory.ids())
     reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
-    console.print(
-        f"\nreward {reward}, {trajectory.stop}, {len(trajectory.turns)} turns, {sampled} of {total} tokens sampled"
-    )
+    console.print(f"\nreward {reward}, {trajectory.stop}, {turns} turns, {sampled} of {total} tokens sampled")
     if trajectory.error:
         console.print(Text(trajectory.error, style="red"))
 

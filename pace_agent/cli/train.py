@@ -1,7 +1,8 @@
 """`pace-agent train`: the whole job, from a configuration to a run folder.
 
-Two things go on at once and meet in the pool: this thread trains, and the runtime's thread plays rollouts on the engine,
-which runs in a process of its own. Every step hands its weights to the engine; what is in flight goes on with them.
+Two things go on at once and meet in the pool: this thread trains, and the runtime's thread plays rollouts on the
+engine, which runs in a process of its own. Every step hands its weights to the engine; what is in flight goes on with
+them.
 """
 
 import signal
@@ -36,18 +37,10 @@ if TYPE_CHECKING:
     from pace_agent.trainers.pace_trainer import PaceTrainer
 
 POOL_SETTINGS = (
-    "policy",
-    "unit",
-    "beta",
-    "cap",
-    "lam",
-    "staleness",
-    "order",
-    "fairness",
-    "bins",
-    "max_staleness",
-    "eta",
+    *("policy", "unit", "beta", "cap", "lam", "staleness"),
+    *("order", "fairness", "bins", "max_staleness", "eta"),
 )
+"""Settings that the pool takes as they are; the others count trajectories there and units here."""
 
 
 def run(config: RunConfig, resume: Path | None) -> None:
@@ -151,7 +144,7 @@ class Training:
 
         config, ledger = self.config, Ledger()
         engine = make_engine(config, self.parts.model, self.parts.limits)
-        runtime = Runtime(
+        runtime: Runtime = Runtime(
             player=self.parts.player(
                 engine,
                 temperature=config.rollout.temperature,

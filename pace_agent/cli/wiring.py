@@ -1,4 +1,7 @@
-"""From a configuration to the parts of a run. What the user can get wrong is checked here, before anything heavy loads."""
+"""From a configuration to the parts of a run.
+
+What the user can get wrong is checked here, before anything heavy loads.
+"""
 
 import json
 from collections.abc import Callable
@@ -56,6 +59,7 @@ def wire(config: RunConfig) -> Parts:
     model = model_folder(config.model.path)
     make_env, source, provider = _environment(config)
     chat = ChatFormat.from_pretrained(model)
+    _check_chat(chat, make_env, config.env.id)
     context = config.rollout.max_context or config.engine.context or context_length(model)
     return Parts(
         model=model,
@@ -74,6 +78,16 @@ def wire(config: RunConfig) -> Parts:
         ),
         provider=provider,
     )
+
+
+def _check_chat(chat: "ChatFormat", make_env: Callable[[], AsyncEnv], env_id: str) -> None:
+    """Refuse a template that drops tool results before every rollout fails on it."""
+    tools = getattr(make_env(), "toolset", None)
+    if tools is not None and tools.names() and not chat.shows_tool_results:
+        raise UserError(
+            f"{env_id} has tools, but the model's chat template does not render tool results (role 'tool'); "
+            "use a model whose template does"
+        )
 
 
 def model_folder(path: str) -> Path:
@@ -143,8 +157,8 @@ def _environment(config: RunConfig) -> tuple[Callable[[], AsyncEnv], TaskSource,
     toolset = getattr(inner, "toolset", None)
     if toolset is None:
         env.close()
-        source = registry.task_source(section.id, **kwargs)
-        return lambda: as_async(registry.make(section.id, **kwargs)), source, None
+        seeds = registry.task_source(section.id, **kwargs)
+        return lambda: as_async(registry.make(section.id, **kwargs)), seeds, None
     if env.spec is not None:
         kwargs = {**env.spec.kwargs, **kwargs}
     source = getattr(inner, "tasks", None)
