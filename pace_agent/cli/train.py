@@ -172,11 +172,13 @@ class Training:
     def _build_trainer(self, progress: Progress, writer: MetricsWriter) -> "PaceTrainer":
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
 
         from pace_agent.trainers.pace_config import build_config
         from pace_agent.trainers.pace_trainer import PaceTrainer
 
         config = self.config
+        logging.disable_progress_bar()  # the display has a line of its own
         torch.set_num_threads(config.run.threads)
         torch.manual_seed(config.run.seed)
         args = build_config(
