@@ -54,6 +54,24 @@ class Interpreter:
     folders: tuple[str, ...] = ()
 
 
+_COMPILE = """
+import importlib.util, marshal, sys
+code = compile(sys.stdin.buffer.read(), "/.pace/agent.py", "exec", dont_inherit=True)
+sys.stdout.buffer.write(importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code))
+"""
+
+
+@lru_cache
+def compiled_agent(interpreter: str) -> bytes:
+    """The agent as a .pyc of this interpreter: compiling it anew costs each start more than loading Python does."""
+    command = [interpreter, "-I", "-S", "-c", _COMPILE]
+    done = subprocess.run(command, input=AGENT.read_bytes(), capture_output=True, env={}, check=False)
+    if done.returncode != 0:
+        text = done.stderr.decode(errors="replace").strip()
+        raise SandboxError(f"{interpreter} can't compile the sandbox agent: {text}")
+    return done.stdout
+
+
 @lru_cache
 def system_interpreter() -> Interpreter | None:
     """A Python below /usr, which every room sees: the running one if it lives there, else /usr/bin/python3."""
@@ -112,7 +130,7 @@ class Bwrap:
         return (str(self.binary.parent), *libraries, *self.interpreter.folders)
 
     def plan(self, spec: SandboxSpec) -> Plan:
-        agent = ["/.pace/agent.py", *agent_arguments(spec, root="/box", namespaced=True)]
+        agent = ["/.pace/agent.pyc", *agent_arguments(spec, root="/box", namespaced=True)]
         return Plan(
             # The options through a descriptor, because inside the first process's command line can be read.
             argv=[str(self.binary), "--args", str(_ARGUMENTS_FD), "--", self.interpreter.path, "-I", "-S", *agent],
@@ -122,7 +140,7 @@ class Bwrap:
                 _GROUP_FD: _GROUP,
                 _HOSTS_FD: _HOSTS,
                 _SECCOMP_FD: seccomp.program(),
-                _AGENT_FD: AGENT.read_bytes(),
+                _AGENT_FD: compiled_agent(self.interpreter.path),
             },
             environment={},
             plain=False,
@@ -144,7 +162,7 @@ class Bwrap:
             ["--perms", "0444", "--ro-bind-data", str(_PASSWD_FD), "/etc/passwd"],
             ["--perms", "0444", "--ro-bind-data", str(_GROUP_FD), "/etc/group"],
             ["--perms", "0444", "--ro-bind-data", str(_HOSTS_FD), "/etc/hosts"],
-            ["--perms", "0444", "--ro-bind-data", str(_AGENT_FD), "/.pace/agent.py"],
+            ["--perms", "0444", "--ro-bind-data", str(_AGENT_FD), "/.pace/agent.pyc"],
             ["--proc", "/proc", "--dev", "/dev"],
             ["--size", str(spec.disk), "--perms", "1777", "--tmpfs", "/dev/shm", "--remount-ro", "/dev"],
             ["--size", str(spec.disk), "--perms", "1777", "--tmpfs", "/tmp"],

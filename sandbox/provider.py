@@ -170,7 +170,7 @@ class RoomProvider:
             with far:
                 room = Room(launcher.spawn(plan, far))
             try:
-                await asyncio.get_running_loop().create_connection(lambda: room, sock=near)
+                await self._connect(room, near)
                 async with asyncio.timeout(START_SECONDS):
                     await room.ready
             except SandboxError as error:
@@ -184,6 +184,14 @@ class RoomProvider:
                 room.kill()
                 raise
             return room
+
+    @staticmethod
+    async def _connect(room: Room, near: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().create_connection(lambda: room, sock=near)
+        except BaseException:
+            near.close()
+            raise
 
     def _take_warm(self, spec: SandboxSpec) -> Room | None:
         while spec == self._spec and self._warm:

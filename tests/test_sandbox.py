@@ -658,6 +658,7 @@ os.execv(sys.executable, {pytest_arguments!r})
         "PATH": os.environ["PATH"],
         "HOME": "/",
         "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONSAFEPATH": "1",  # what is tested there is what is tested here, installed or not
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     done = subprocess.run(
