@@ -2,7 +2,7 @@
 
 Every run is `pace-agent train` on the embedded job. `pace` and `bounded_admission` (eta 2) give the engine and the
 trainer one torch thread each; `sync` lets both use two threads, in turn. With tools, every call takes 50 ms and 5 % of
-them one second. Updates per second are counted between the steps after `--skip` and the last one, so start-up is left out.
+them one second. Updates per second are counted from step `--skip` to the last one, so start-up is left out.
 The runs of a round follow each other, and the median over rounds is taken; nothing else should load the machine.
 
 `async_over_sync` and `async_over_sync_tools`: `pace` over `sync`.
