@@ -353,10 +353,10 @@ def test_micro_batches_keep_every_token_and_count_the_whole_step():
 
 def test_a_shared_beginning_is_computed_once_with_the_same_result():
     model = tiny_model()
-    part = micro_batches(make_batch(1, shared=tuple(range(2, 22))), micro_batch=16, pad_id=0)[0]
+    part = micro_batches(make_batch(1, shared=tuple(range(2, 42))), micro_batch=16, pad_id=0)[0]
     ids = torch.cat([part["prompt_ids"], part["completion_ids"]], dim=1)
-    assert shared_prefix(ids, part["prompt_ids"].shape[1] - 1) == 20
-    assert shared_prefix(ids[:1], 20) == 0
+    assert shared_prefix(ids, part["prompt_ids"].shape[1] - 1) == 40
+    assert shared_prefix(ids[:1], 40) == 0
     gradients = []
     for sharing in (True, False):
         rows = [ids] if sharing else list(ids.split(1))

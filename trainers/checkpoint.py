@@ -15,7 +15,8 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,15 @@ def mark_complete(folder: Path, **facts: Any) -> None:
     unfinished.replace(folder / MARKER)
 
 
+def read_marker(checkpoint: Path) -> dict[str, Any]:
+    """The facts that `mark_complete` was given, and `files` with their sizes."""
+    facts: dict[str, Any] = json.loads((checkpoint / MARKER).read_text())
+    return facts
+
+
 def is_complete(folder: Path) -> bool:
     try:
-        sizes = json.loads((folder / MARKER).read_text())["files"]
+        sizes = read_marker(folder)["files"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError):
         return False
@@ -102,6 +109,20 @@ def remove(checkpoint: Path) -> None:
     """Take the marker first: a removal that is interrupted must not leave a folder that seems whole."""
     (checkpoint / MARKER).unlink(missing_ok=True)
     shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """No progress bars of transformers: saving a model would draw one into whatever the run shows."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def replace_folder(new: Path, place: Path) -> None:

@@ -52,7 +52,7 @@ NOT_USED: Mapping[str, str] = {
 
 
 @dataclass
-class PaceConfig(GRPOConfig):
+class PaceConfig(GRPOConfig):  # type: ignore[misc]
     """`GRPOConfig` for batches that come from the pool. Fields of our own begin with `correction`."""
 
     # One record of metrics per step; whoever wants fewer says so.
@@ -64,7 +64,7 @@ class PaceConfig(GRPOConfig):
     bf16: bool | None = field(default=False)
     use_cpu: bool = field(default_factory=lambda: not torch.cuda.is_available())
     # None and not False: setting the old name at all is deprecated where the new one exists.
-    gradient_checkpointing: bool | None = field(default=None)  # type: ignore[assignment]
+    gradient_checkpointing: bool | None = field(default=None)
     # The engine samples without dropout, so scoring with it would spoil every ratio.
     disable_dropout: bool = field(default=True)
     beta: float = field(default=0.0)

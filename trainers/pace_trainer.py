@@ -29,9 +29,11 @@ from pace_agent.trainers.checkpoint import (
     check_complete,
     load_source_state,
     mark_complete,
+    read_marker,
     remove,
     remove_old,
     replace_folder,
+    without_bars,
     write_source_state,
 )
 from pace_agent.trainers.data import BatchSource, MicroBatch, StepBatches
@@ -101,6 +103,8 @@ class PaceTrainer(GRPOTrainer):  # type: ignore[misc]
         `restore_source=False` where the caller has loaded the source's state itself.
         """
         check_complete(checkpoint)
+        facts = read_marker(checkpoint)
+        self.policy_version, self.best_value = facts["policy_version"], facts["best_value"]
         if restore_source:
             self.source.load_state_dict(load_source_state(checkpoint))
         return self.train(resume_from_checkpoint=str(checkpoint))
@@ -149,7 +153,8 @@ class PaceTrainer(GRPOTrainer):  # type: ignore[misc]
     def _compute_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
         self._micro = inputs
         try:
-            return super()._compute_loss(model, inputs)
+            loss: Tensor = super()._compute_loss(model, inputs)
+            return loss
         finally:
             self._micro = None
 
@@ -162,20 +167,17 @@ class PaceTrainer(GRPOTrainer):  # type: ignore[misc]
         derived from the log-probabilities of the same forward pass.
         """
         micro = self._micro
-        if micro is None:
-            return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, **options
-            )
-        aux_loss = None
-        if self._scores_live and model is self.model and not self._entropy_bonus_enabled:
+        if micro is not None and self._scores_live and model is self.model and not self._entropy_bonus_enabled:
             share = not self.args.gradient_checkpointing
             logps, entropies = live_scores(model, input_ids, micro["live"], self.temperature, share_prefix=share)
+            aux_loss = None
         else:
             logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, **options
             )
+        if micro is not None:
             logps = torch.where(micro["live"], logps, 0.0)
-        self._correct(micro, logps)
+            self._correct(micro, logps)
         return logps, entropies, aux_loss
 
     def _correct(self, micro: MicroBatch, logps: Tensor) -> None:
@@ -247,11 +249,13 @@ class PaceTrainer(GRPOTrainer):  # type: ignore[misc]
         # Removing older ones is ours: HF's would do it before the new one counts.
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
-            super()._save_checkpoint(model, trial)
+            with without_bars():
+                super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
         write_source_state(folder, self.source.state_dict())
-        mark_complete(folder, step=self.state.global_step, policy_version=self.policy_version)
+        facts = {"step": self.state.global_step, "policy_version": self.policy_version, "best_value": self.best_value}
+        mark_complete(folder, **facts)
         if limit is not None:
             remove_old(folder.parent, max(limit, 2))
         self._saved_step = self.state.global_step
@@ -259,7 +263,8 @@ class PaceTrainer(GRPOTrainer):  # type: ignore[misc]
     def save_final(self, folder: Path) -> None:
         """A plain model folder with its tokenizer, adapters merged, that `from_pretrained` loads."""
         unfinished = folder.with_name(f"{folder.name}.tmp")
-        save_folder(self.accelerator.unwrap_model(self.model), self._tokenizer, str(unfinished))
+        with without_bars():
+            save_folder(self.accelerator.unwrap_model(self.model), self._tokenizer, str(unfinished))
         replace_folder(unfinished, folder)
 
     def save_best(self, value: float, folder: Path) -> bool:

@@ -25,7 +25,7 @@ SCALED_HEADS = (
 )
 """Config entries of models that change the logits after their head, which is bypassed here."""
 
-SHORTEST_PREFIX = 8
+SHORTEST_PREFIX = 32
 """A shared beginning below this many tokens is not worth a second pass."""
 
 
@@ -79,21 +79,23 @@ def _last_hidden(causal: Any, input_ids: Tensor, prefix: int) -> Tensor:
     """Hidden states (B, L - prefix, H) after the first `prefix` positions, which all rows share."""
     backbone = causal.base_model
     if not prefix:
-        return backbone(input_ids=input_ids, use_cache=False).last_hidden_state
+        whole: Tensor = backbone(input_ids=input_ids, use_cache=False).last_hidden_state
+        return whole
     from transformers import DynamicCache
 
     kept = DynamicCache(config=causal.config)
-    keeping = {_cache_keyword(type(backbone)): kept, "use_cache": True}
+    keeping = {_cache_keyword(backbone.__class__): kept, "use_cache": True}
     backbone(input_ids=input_ids[:1, :prefix], **keeping)
     for layer in kept.layers:
         # A view: the rows share the memory until the layer appends their own keys.
         layer.keys = layer.keys.expand(input_ids.shape[0], -1, -1, -1)
         layer.values = layer.values.expand(input_ids.shape[0], -1, -1, -1)
-    return backbone(input_ids=input_ids[:, prefix:], **keeping).last_hidden_state
+    rest: Tensor = backbone(input_ids=input_ids[:, prefix:], **keeping).last_hidden_state
+    return rest
 
 
 @cache
-def _cache_keyword(backbone: type) -> str:
+def _cache_keyword(backbone: Any) -> str:
     """transformers renamed the argument in 5.20."""
     return "cache" if "cache" in inspect.signature(backbone.forward).parameters else "past_key_values"
 

@@ -6,6 +6,7 @@ architecture, tied weights under both of their names. Nothing that is trained is
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +34,13 @@ def published_weights(model: nn.Module) -> dict[str, Tensor]:
         return dict(_merged(model))
 
 
-def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _merged(model: Any) -> Iterator[tuple[str, Tensor]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper
 
-    base = model.get_base_model()  # type: ignore[operator]
+    base = model.get_base_model()
     merged: dict[str, Tensor] = {}
+    owners: list[str] = []
     places: set[int] = set()
     for path, module in base.named_modules():
         if isinstance(module, BaseTunerLayer):
@@ -50,11 +52,11 @@ def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             after = module.modules_to_save[module.active_adapters[0]].state_dict()
         else:
             continue
+        owners.append(f"{path}.")
         merged |= {f"{path}.{name}": tensor.detach() for name, tensor in after.items()}
         places |= {tensor.data_ptr() for tensor in before.values()}
-    owners = tuple({name.rpartition(".")[0] + "." for name in merged})
     for name, tensor in base.state_dict().items():
-        if name.startswith(owners):
+        if name.startswith(tuple(owners)):
             continue
         if "lora_" in name or f".{BASE}." in name or f".{SAVED}." in name:
             raise UserError(f"the adapter's weight {name} can't be merged for publishing; use plain LoRA")
@@ -65,8 +67,8 @@ def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from merged.items()
 
 
-def save_folder(model: nn.Module, tokenizer: object, folder: str) -> None:
+def save_folder(model: Any, tokenizer: Any, folder: str) -> None:
     """Write a plain folder that `from_pretrained` loads: config, merged weights, tokenizer with its chat template."""
-    base = model.get_base_model() if is_adapted(model) else model  # type: ignore[operator]
+    base = model.get_base_model() if is_adapted(model) else model
     base.save_pretrained(folder, state_dict=published_weights(model))
-    tokenizer.save_pretrained(folder)  # type: ignore[attr-defined]
+    tokenizer.save_pretrained(folder)
