@@ -25,7 +25,7 @@ from pace_agent.errors import SandboxError, UserError
 from pace_agent.sandbox import seccomp
 from pace_agent.sandbox.base import BackendCheck, Outcome, SandboxSpec
 from pace_agent.sandbox.launch import Plan
-from pace_agent.sandbox.provider import RoomProvider, agent_arguments
+from pace_agent.sandbox.provider import OWN_PROCESSES, RoomProvider, agent_arguments
 
 AGENT = Path(__file__).with_name("agent.py")
 NOBODY = 65534
@@ -145,7 +145,7 @@ class Bwrap:
             environment={},
             plain=False,
             memory=spec.memory,
-            processes=spec.processes,
+            processes=spec.processes + 2 * OWN_PROCESSES,  # with the monitor; the limit of a process says it first
         )
 
     def arguments(self, spec: SandboxSpec) -> list[str]:

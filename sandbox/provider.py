@@ -29,6 +29,10 @@ START_SECONDS = 30.0
 """A room that isn't ready by then is given up."""
 
 
+OWN_PROCESSES = 2
+"""The first process of a namespace and the supervisor: `SandboxSpec.processes` counts the kernel and what it starts."""
+
+
 class Backend(Protocol):
     """What a room is made of, for those that the launcher starts."""
 
@@ -59,7 +63,7 @@ def agent_arguments(spec: SandboxSpec, *, root: str, namespaced: bool) -> list[s
         "MSGQUEUE": 0,
     }
     if namespaced:  # elsewhere it would count every process that the user has
-        limits["NPROC"] = spec.processes
+        limits["NPROC"] = spec.processes + OWN_PROCESSES
     config = {
         "root": root,
         "captured": spec.captured,

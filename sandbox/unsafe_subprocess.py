@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pace_agent.sandbox.base import SandboxSpec
 from pace_agent.sandbox.launch import Plan
-from pace_agent.sandbox.provider import agent_arguments
+from pace_agent.sandbox.provider import OWN_PROCESSES, agent_arguments
 
 _AGENT = Path(__file__).with_name("agent.py")
 
@@ -35,5 +35,5 @@ class UnsafeSubprocess:
             },
             plain=True,
             memory=spec.memory,
-            processes=spec.processes,
+            processes=spec.processes + 2 * OWN_PROCESSES,
         )

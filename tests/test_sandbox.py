@@ -324,6 +324,16 @@ async def test_memory_of_the_whole_tree_is_bounded_or_the_result_says_that_it_is
         assert (result.outcome, result.stdout) == (Outcome.OK, "held\n")
 
 
+async def test_rooms_start_within_small_limits() -> None:
+    async with RoomProvider(bwrap_module.backend()) as provider:
+        tight = SandboxSpec(memory=32 << 20, processes=1, descriptors=16, disk=1 << 16, captured=1000)
+        session = await provider.open(tight)
+        assert (await session.run_python("6 * 7")).stdout == "42\n"
+        refused = await session.exec(["true"])
+        assert (refused.outcome, refused.exit_code) == (Outcome.NONZERO, 126)
+        assert "can't start a process" in refused.stderr
+
+
 async def test_processor_time_is_bounded() -> None:
     async with RoomProvider(bwrap_module.backend(), spec=SandboxSpec(cpu_seconds=1, timeout=60)) as provider:
         session = await provider.open()
