@@ -142,7 +142,13 @@ def make_trainer(
     **options: Any,
 ) -> tuple[PaceTrainer, list[dict[str, float]]]:
     args = build_config(
-        {"learning_rate": 1e-2, "epsilon": 0.2, "epsilon_high": 0.28, **options},
+        {
+            "learning_rate": 1e-2,
+            "epsilon": 0.2,
+            "epsilon_high": 0.28,
+            "save_strategy": "steps" if "save_steps" in options else "no",
+            **options,
+        },
         output_dir=folder,
         max_steps=max_steps,
         per_device_train_batch_size=micro_batch,
@@ -214,8 +220,9 @@ def on_policy(model: Any, batch: Batch, temperature: float = 1.0, noise: float =
 # ---- the loss -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
-@pytest.mark.parametrize(("micro_batch", "accumulation"), [(16, 1), (8, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("kind", "micro_batch", "accumulation"), [("qwen3", 16, 1), ("qwen3", 8, 2), ("qwen3", 4, 4), ("llama", 8, 2)]
+)
 def test_loss_and_gradient_equal_the_closed_form_however_the_batch_is_cut(
     tmp_path, tokenizer, kind, micro_batch, accumulation
 ):
@@ -257,15 +264,13 @@ def test_trls_own_scoring_gives_the_same_loss(tmp_path, tokenizer):
     assert records[0]["grad_norm"] == pytest.approx(expected_norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_ratio_is_one_at_the_sampling_temperature(tmp_path, tokenizer, kind):
-    batch = on_policy(tiny_model(kind), make_batch(0), 0.6)
+def test_ratio_is_one_at_the_sampling_temperature(tmp_path, tokenizer):
+    batch = on_policy(tiny_model(), make_batch(0), 0.6)
     for temperature, right in ((0.6, True), (1.0, False)):
         trainer, records = make_trainer(
             tmp_path,
             tokenizer,
             MemorySource([batch]),
-            model=tiny_model(kind),
             max_steps=1,
             temperature=temperature,
         )
@@ -481,7 +486,7 @@ def test_a_torn_checkpoint_does_not_count_and_two_whole_ones_are_kept(tmp_path, 
 
 
 def test_removing_old_checkpoints_leaves_torn_ones_alone_until_a_newer_one_counts(tmp_path, tokenizer):
-    trainer, _ = make_trainer(tmp_path, tokenizer, MemorySource([make_batch(0)]), max_steps=1)
+    trainer, _ = make_trainer(tmp_path, tokenizer, MemorySource([make_batch(0)]), max_steps=1, save_steps=1)
     trainer.train()
     whole = tmp_path / "checkpoint-1"
     shutil.copytree(whole, tmp_path / "checkpoint-2", ignore=shutil.ignore_patterns("COMPLETE"))
