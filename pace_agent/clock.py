@@ -14,10 +14,13 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """Real time (monotonic)."""
+    """Real time, in seconds since the clock was made."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
 
     def now(self) -> float:
-        return time.monotonic()
+        return time.monotonic() - self._started
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -16,7 +16,7 @@ from pace_agent.errors import RunError
 from pace_agent.ledger import Ledger, State
 from pace_agent.pool import PacePool, PoolOptions
 from pace_agent.rollout.episode import Player
-from pace_agent.rollout.journal import Journal, read_trajectories
+from pace_agent.rollout.journal import Journal, read_lines
 from pace_agent.rollout.limits import Limits
 from pace_agent.rollout.runtime import Runtime, RuntimeOptions
 from pace_agent.rollout.thread import RuntimeThread
@@ -119,7 +119,7 @@ async def test_the_journal_tells_the_fate_of_every_completed_rollout_once(tmp_pa
     await made.train(6)
     await made.runtime.aclose()
     await loop
-    lines = list(read_trajectories(tmp_path / "trajectories.jsonl"))
+    lines = list(read_lines(tmp_path / "trajectories.jsonl"))
     assert len({line["id"] for line in lines}) == len(lines)
     fates: dict[str, int] = {}
     for line in lines:
@@ -224,7 +224,7 @@ async def test_a_checkpoint_resumes_without_training_anything_twice(tmp_path: Pa
     await again.runtime.aclose()
     await loop
     assert [batch.version for batch in after] == [3, 4, 5, 6]
-    lines = list(read_trajectories(tmp_path / "trajectories.jsonl"))
+    lines = list(read_lines(tmp_path / "trajectories.jsonl"))
     trained = [line["id"] for line in lines if line["fate"] == "trained"]
     assert len(trained) == len(set(trained)) == again.ledger.count(State.TRAINED) == 56
     assert {s.trajectory.id for batch in before for s in batch.samples} <= set(trained)
@@ -233,13 +233,30 @@ async def test_a_checkpoint_resumes_without_training_anything_twice(tmp_path: Pa
     again.ledger.audit()
 
 
+async def test_a_run_killed_before_its_first_checkpoint_starts_over_and_keeps_the_old_lines(tmp_path: Path) -> None:
+    for killed in range(3):
+        made = Made(tmp_path)
+        if killed:
+            made.runtime.start_over()
+        assert made.ledger.incarnation == killed
+        loop = await begin(made)
+        await made.train(2)
+        await made.runtime.aclose()
+        await loop
+        trained = [line["id"] for line in read_lines(tmp_path / "trajectories.jsonl") if line["fate"] == "trained"]
+        assert len(set(trained)) == len(trained) == 16
+    assert {path.name for path in (tmp_path / "rolled_back").iterdir()} == {
+        f"{name}.{number}.jsonl" for name in ("trajectories", "ledger") for number in (1, 2)
+    }
+
+
 async def test_every_task_of_an_epoch_is_tried_once_before_any_comes_again(tmp_path: Path) -> None:
     made = Made(tmp_path, tasks=6, policy="unfiltered", requeue=False)
     loop = await begin(made)
     await made.train(3)
     await made.runtime.aclose()
     await loop
-    lines = list(read_trajectories(tmp_path / "trajectories.jsonl"))
+    lines = list(read_lines(tmp_path / "trajectories.jsonl"))
     groups = {line["group"]: line["task"] for line in lines}
     first = [groups[group] for group in sorted(groups)[:6]]
     assert len(set(first)) == len(first)

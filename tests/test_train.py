@@ -17,7 +17,7 @@ import pytest
 from pace_agent import cli
 from pace_agent.cli.embedded import shipped_folder
 from pace_agent.report.metrics import read_metrics
-from pace_agent.rollout.journal import read_trajectories
+from pace_agent.rollout.journal import read_lines
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -98,7 +98,7 @@ def check_law(run: Path) -> dict[str, Any]:
     ledger = found["ledger"]
     assert ledger["submitted"] == sum(count for state, count in ledger.items() if state != "submitted")
     assert ledger["running"] == ledger["drawn"] == 0
-    lines = list(read_trajectories(run / "trajectories.jsonl"))
+    lines = list(read_lines(run / "trajectories.jsonl"))
     trained = [line["id"] for line in lines if line["fate"] == "trained"]
     assert len(trained) == len(set(trained)) == ledger["trained"] == 16 * found["steps"]
     versions = [row["trainer/policy_version"] for row in read_metrics(run / "metrics.jsonl")]
@@ -205,7 +205,7 @@ def test_a_reward_that_fails_stops_the_run_and_says_why(
     assert "failed.grader" in message
     assert "max_failure_share" in message
     assert said in message
-    lines = list(read_trajectories(run / "trajectories.jsonl"))
+    lines = list(read_lines(run / "trajectories.jsonl"))
     assert {line["stop"] for line in lines if line["fate"] == "failed"} == {"failed.grader"}
 
 

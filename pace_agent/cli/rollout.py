@@ -6,8 +6,9 @@ from rich.console import Console
 from rich.text import Text
 
 from pace_agent.cli.evaluate import with_model
-from pace_agent.cli.wiring import Parts, make_engine, wire
+from pace_agent.cli.wiring import Parts, wire
 from pace_agent.config import RunConfig
+from pace_agent.engine.local import make_local_engine
 from pace_agent.rollout.episode import Episode
 from pace_agent.rollout.runtime import derive_seed
 from pace_agent.types import Message, Trajectory
@@ -22,7 +23,7 @@ def run(target: str, config: RunConfig, *, seed: int, temperature: float) -> Non
 
 
 async def _play(parts: Parts, config: RunConfig, seed: int, temperature: float) -> Trajectory:
-    engine = make_engine(config, parts.model, parts.limits)
+    engine = make_local_engine(parts.model, process=False, max_slots=1, context_length=parts.limits.context)
     try:
         await engine.start()
         size = parts.source.size("eval")

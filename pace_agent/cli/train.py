@@ -18,8 +18,9 @@ from pace_agent.cli.configs import write_config
 from pace_agent.cli.evaluate import evaluate
 from pace_agent.cli.outcome import write_outcome
 from pace_agent.cli.wiring import Parts, make_engine, wire
+from pace_agent.clock import WallClock
 from pace_agent.config import RunConfig, trainer_options
-from pace_agent.errors import UserError
+from pace_agent.errors import PaceError, UserError
 from pace_agent.evaluation.metrics import EvalResult
 from pace_agent.evaluation.runner import EvalPlan
 from pace_agent.ledger import Ledger
@@ -69,6 +70,7 @@ class Training:
         self.trainer: PaceTrainer | None = None
         self.stopped = False
         self.seconds_before = 0.0
+        self._fresh = True
         self.started = time.monotonic()
 
     # ---- from top to bottom -----------------------------------------------------------------------------------
@@ -76,6 +78,7 @@ class Training:
     def run(self) -> None:
         total = int(self.config.trainer["max_steps"])
         checkpoint, state, done = self._checkpoint()
+        self._fresh = checkpoint is None
         if checkpoint is not None and done >= total:
             raise UserError(f"{self.folder} has done its {done} steps; raise --trainer.max_steps to go on")
         progress = Progress(total, done=done, title=f"pace-agent train {self.config.env.id}")
@@ -84,8 +87,15 @@ class Training:
             with self._signals(progress), writer, progress:
                 progress.note(f"run folder {self.folder}")
                 self._train(checkpoint, state, progress, writer)
+        except PaceError:
+            self.thread.close()
+            self._write_outcome()
+            raise
         finally:
             self.thread.close()
+        self._write_outcome()
+
+    def _write_outcome(self) -> None:
         write_outcome(self.folder, self.thread.runtime, seconds=self._seconds(), resume_hint=self.stopped)
 
     def _train(
@@ -95,6 +105,8 @@ class Training:
         trainer = self.trainer = self._build_trainer(progress, writer)
         self.thread.started()
         if checkpoint is None:
+            if self.resumed:
+                progress.note("no checkpoint was saved yet: starting over")
             self.thread.begin()
             trainer.train()
         else:
@@ -142,13 +154,14 @@ class Training:
     def _build_runtime(self) -> Runtime:
         from pace_agent.trainers.advantages import group_advantages
 
-        config, ledger = self.config, Ledger()
+        config, ledger, clock = self.config, Ledger(), WallClock()
         engine = make_engine(config, self.parts.model, self.parts.limits)
         runtime: Runtime = Runtime(
             player=self.parts.player(
                 engine,
                 temperature=config.rollout.temperature,
                 top_p=config.rollout.top_p,
+                clock=clock,
                 version=lambda: runtime.version,
             ),
             engine=engine,
@@ -165,8 +178,11 @@ class Training:
                 requeue=config.rollout.requeue,
                 max_failure_share=config.rollout.max_failure_share,
             ),
+            clock=clock,
             resources=() if self.parts.provider is None else (self.parts.provider,),
         )
+        if self.resumed and self._fresh:
+            runtime.start_over()
         return runtime
 
     def _build_trainer(self, progress: Progress, writer: MetricsWriter) -> "PaceTrainer":
@@ -206,17 +222,14 @@ class Training:
     # ---- resuming and stopping --------------------------------------------------------------------------------
 
     def _checkpoint(self) -> tuple[Path | None, Mapping[str, Any] | None, int]:
-        """The newest whole checkpoint, its state and its step; nothing for a new run or one that saved none."""
+        """The newest whole checkpoint, its state and its step; nothing for a new run, or one that saved none yet."""
         if not self.resumed:
             return None, None, 0
         from pace_agent.trainers.checkpoint import find_checkpoint, load_source_state
 
         checkpoint = find_checkpoint(self.folder)
         if checkpoint is None:
-            raise UserError(
-                f"--resume {self.folder}: the run saved no whole checkpoint (run.checkpoint_every = "
-                f"{self.config.run.checkpoint_every}); start a new run"
-            )
+            return None, None, 0
         state = load_source_state(checkpoint)
         done = int(state["step"])
         rows = read_metrics(self.folder / "metrics.jsonl")

@@ -183,4 +183,4 @@ def _sandbox(config: RunConfig) -> Provider:
         processes=section.processes,
         disk=section.disk_mib << 20,
     )
-    return open_provider(section.backend, unsafe=section.unsafe, spec=spec)
+    return open_provider(section.backend, unsafe=section.unsafe, spec=spec, prewarm=section.prewarm)

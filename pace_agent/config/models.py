@@ -172,6 +172,8 @@ class SandboxSection(Section):
     """Processes of a session."""
     disk_mib: Positive = 64
     """Writable space of a session, in MiB."""
+    prewarm: Annotated[int, Field(ge=0)] = 4
+    """Sessions kept ready ahead of the rollouts that will want them."""
     unsafe: bool = False
     """Allow a backend that isolates nothing. The model's code then runs with your rights."""
 

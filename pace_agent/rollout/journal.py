@@ -76,17 +76,20 @@ class Journal:
         os.fsync(self._file.fileno())
         return {"bytes": self.path.stat().st_size}
 
-    def load_state_dict(self, state: dict[str, Any], *, incarnation: int) -> None:
-        """Keep what the checkpoint vouches for; move the rest to `rolled_back/`."""
+    def roll_back(self, kept: int, *, incarnation: int) -> None:
+        """Keep the `kept` bytes that the checkpoint vouches for; move the rest to `rolled_back/`.
+
+        `incarnation` is that of the line that begins now; it must be new.
+        """
         self._file.close()
-        kept = int(state["bytes"])
         with self.path.open("r+b") as file:
             file.seek(kept)
             tail = file.read()
             if tail:
                 aside = self.path.parent / "rolled_back" / f"{self.path.stem}.{incarnation}.jsonl"
                 aside.parent.mkdir(exist_ok=True)
-                aside.write_bytes(tail)
+                with aside.open("xb") as copy:
+                    copy.write(tail)
             file.truncate(kept)
         self._file = self.path.open("a", encoding="utf-8")
 
@@ -94,8 +97,8 @@ class Journal:
         self._file.close()
 
 
-def read_trajectories(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of `trajectories.jsonl`; a torn last line (a killed run) is left out."""
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a journal; a torn last line (a killed run) is left out."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             if line.endswith("\n"):

@@ -27,7 +27,7 @@ from pace_agent.errors import RunError
 from pace_agent.ledger import STALE, Ledger, State
 from pace_agent.pool import Draw, Entry, PacePool, Spans
 from pace_agent.rollout.episode import Episode, Player
-from pace_agent.rollout.journal import Journal, record
+from pace_agent.rollout.journal import Journal, read_lines, record
 from pace_agent.rollout.window import StepWindow
 from pace_agent.tasks import TaskQueue, TaskRef
 from pace_agent.types import Batch, Sample, StopReason, Task, Trajectory
@@ -305,8 +305,8 @@ class Runtime:
     def _count_failure(self, trajectory: Trajectory) -> None:
         self._failures.append(True)
         failed, seen = sum(self._failures), len(self._failures)
-        enough = min(self._failures.maxlen or 1, 2 * self.options.group_size)
-        if seen >= enough and failed / seen > self.options.max_failure_share:
+        # Failures come faster than completions, so a window that is not full yet shows too many of them.
+        if seen == self._failures.maxlen and failed / seen > self.options.max_failure_share:
             self._error = RunError(
                 f"{failed} of the last {seen} rollouts failed, more than rollout.max_failure_share = "
                 f"{self.options.max_failure_share}. By reason: {self.ledger.reasons()['failed']}. "
@@ -395,12 +395,24 @@ class Runtime:
             "window": self.window.state_dict(),
         }
 
+    def start_over(self) -> None:
+        """Roll back to the start: for a run that was killed before its first checkpoint."""
+        self.ledger.incarnation = self._new_incarnation()
+        for journal in (self.journal, self.ledger_log):
+            journal.roll_back(0, incarnation=self.ledger.incarnation)
+
+    def _new_incarnation(self) -> int:
+        """One more than any that this run folder has seen, in the surviving line or out of it."""
+        seen = [line["incarnation"] for line in read_lines(self.ledger_log.path)]
+        return max([self.ledger.incarnation, *(number + 1 for number in seen), 1])
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Roll everything back together, under a new incarnation."""
         self.version, self.step = state["version"], state["step"]
         self._next_group = state["next_group"]
         self.queue.load_state_dict(state["queue"])
         self.ledger.load_state_dict(state["ledger"])
+        self.ledger.incarnation = self._new_incarnation()
         self.ledger.rollback()
         self.pool.load_state_dict(state["pool"])
         self._in_play = {
@@ -409,7 +421,7 @@ class Runtime:
         }
         self.window.load_state_dict(state["window"])
         for name, journal in (("journal", self.journal), ("ledger_log", self.ledger_log)):
-            journal.load_state_dict(state[name], incarnation=self.ledger.incarnation)
+            journal.roll_back(state[name]["bytes"], incarnation=self.ledger.incarnation)
         self._groups = {}
         for saved in state["groups"]:
             ref = TaskRef(*saved["ref"])
