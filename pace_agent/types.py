@@ -165,6 +165,19 @@ class Turn:
             raise ValueError(f"{len(self.logprobs)} log-probabilities for {len(self.output_ids)} sampled tokens")
         check_spans(self.spans, len(self.output_ids))
 
+    def answered(self, seconds: float) -> "Turn":
+        """This turn, and the environment took `seconds` to answer it. Half the time of `dataclasses.replace`."""
+        return Turn(
+            self.prompt_ids,
+            self.output_ids,
+            self.logprobs,
+            self.spans,
+            self.finish,
+            self.segments,
+            self.generate_seconds,
+            seconds,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
@@ -267,7 +280,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One optimiser step's samples, drawn when `version` was published. `metrics` are the pool's figures of the draw."""
+    """One optimiser step's samples, drawn when `version` was published.
+
+    `metrics` are the figures of the draw, and of what completed since the last one.
+    """
 
     step: int
     version: int

@@ -322,7 +322,7 @@ def test_a_divergence_penalty_needs_no_more_than_its_option(tmp_path, tokenizer)
 
 def test_micro_batches_keep_every_token_and_count_the_whole_step():
     batch = make_batch(3)
-    parts = micro_batches(batch, micro_batch=4, pad_id=0)
+    parts = micro_batches(batch, count=4, pad_id=0)
     widths = [part["completion_ids"].shape[1] + part["prompt_ids"].shape[1] for part in parts]
     assert widths == sorted(widths, reverse=True)
     n_tokens = sum(sample.trajectory.n_sampled for sample in batch.samples)
@@ -358,7 +358,7 @@ def test_micro_batches_keep_every_token_and_count_the_whole_step():
 
 def test_a_shared_beginning_is_computed_once_with_the_same_result():
     model = tiny_model()
-    part = micro_batches(make_batch(1, shared=tuple(range(2, 42))), micro_batch=16, pad_id=0)[0]
+    part = micro_batches(make_batch(1, shared=tuple(range(2, 42))), count=1, pad_id=0)[0]
     ids = torch.cat([part["prompt_ids"], part["completion_ids"]], dim=1)
     assert shared_prefix(ids, part["prompt_ids"].shape[1] - 1) == 40
     assert shared_prefix(ids[:1], 40) == 0

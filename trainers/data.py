@@ -9,6 +9,7 @@ What always holds:
 * Rows are padded on the right alone. Under causal attention no token then sees padding, so no mask is needed.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,16 +151,16 @@ def collate(rows: Sequence[Row], *, pad_id: int, n_tokens: int) -> MicroBatch:
     }
 
 
-def micro_batches(batch: Batch, *, micro_batch: int, pad_id: int) -> list[MicroBatch]:
-    """Cut a batch into micro-batches of similar length, the longest first.
+def micro_batches(batch: Batch, *, count: int, pad_id: int) -> list[MicroBatch]:
+    """Cut a batch into `count` micro-batches of nearly equal size and similar length, the longest first.
 
     Sorting by length leaves little padding. The longest come first so that a batch that does not fit in memory fails at
     once, and not after most of a step.
     """
     rows = sorted(map(row_of, batch.samples), key=lambda row: row.ids.size, reverse=True)
     n_tokens = sum(int(row.mask.sum()) for row in rows)
-    chunks = [rows[i : i + micro_batch] for i in range(0, len(rows), micro_batch)]
-    return [collate(chunk, pad_id=pad_id, n_tokens=n_tokens) for chunk in chunks]
+    ends = [len(rows) * k // count for k in range(count + 1)]
+    return [collate(rows[a:b], pad_id=pad_id, n_tokens=n_tokens) for a, b in itertools.pairwise(ends)]
 
 
 class StepBatches(IterableDataset[MicroBatch]):
@@ -190,12 +191,13 @@ class StepBatches(IterableDataset[MicroBatch]):
             if batch is None:
                 return
             self.on_batch(batch, time.perf_counter() - started)
-            if len(batch.samples) != self.micro_batch * self.accumulation:
+            # Whole groups may have lost a member, so a batch of groups can be a little smaller than its full size.
+            if not self.accumulation <= len(batch.samples) <= self.micro_batch * self.accumulation:
                 raise RunError(
                     f"batch {batch.step} holds {len(batch.samples)} trajectories; the trainer takes "
-                    f"{self.micro_batch} x {self.accumulation}"
+                    f"{self.accumulation} to {self.micro_batch} x {self.accumulation}"
                 )
-            yield from micro_batches(batch, micro_batch=self.micro_batch, pad_id=self.pad_id)
+            yield from micro_batches(batch, count=self.accumulation, pad_id=self.pad_id)
 
     def loader(self) -> DataLoader[MicroBatch]:
         """A loader that asks for a micro-batch only when the trainer does.

@@ -26,8 +26,9 @@ DEFAULTS: Mapping[str, Any] = {
     "beta": 0.0,
 }
 
-LARGEST_MICRO_BATCH = 32
-"""Sequences of one forward pass where `per_device_train_batch_size` is not set: more saves no time on a CPU."""
+LARGEST_MICRO_BATCH = 16
+"""Sequences of one forward pass where `per_device_train_batch_size` is not set: more takes longer on a CPU, with
+more padding and more memory."""
 
 DECIDED_ELSEWHERE: Mapping[str, str] = {
     "output_dir": "run.dir",
