@@ -14,7 +14,8 @@ def check_request(request: GenerationRequest, vocab_size: int, context_length: i
         raise EngineError(f"{name} has no input ids")
     if len(ids) >= context_length:
         raise EngineError(f"{name} has {len(ids)} input ids; a context of {context_length} leaves no room to answer")
-    low, high = min(ids), max(ids)
+    distinct = set(ids)  # ids repeat: both extremes are found sooner than in the whole
+    low, high = min(distinct), max(distinct)
     if low < 0 or high >= vocab_size:
         raise EngineError(f"{name}: id {low if low < 0 else high} is outside the vocabulary of {vocab_size}")
     if sampling.max_new_tokens < 1:

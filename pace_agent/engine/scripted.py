@@ -8,7 +8,6 @@ it. With both at 0 a turn is done at once, unless the engine is paused.
 """
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -123,13 +122,17 @@ class ScriptedEngine:
         if message is not None:
             raise EngineError(message)
         ids, finish = await self._answer(request)
-        turn = _Turn(ids, self._turn_seconds + self._token_seconds * len(ids), self.version)
-        if turn.seconds > 0.0 or not self._open.is_set():
-            self._turns[request.rid] = turn
-            try:
-                await self._run(turn)
-            finally:
-                del self._turns[request.rid]
+        seconds = self._turn_seconds + self._token_seconds * len(ids)
+        if seconds == 0.0 and self._open.is_set():  # done at once: nothing can fall into it
+            self._sampled += len(ids)
+            spans = (VersionSpan(self.version, 0, len(ids)),) if ids else ()
+            return Generation(ids, (self._logprob,) * len(ids), spans, finish)
+        turn = _Turn(ids, seconds, self.version)
+        self._turns[request.rid] = turn
+        try:
+            await self._run(turn)
+        finally:
+            del self._turns[request.rid]
         if turn.aborted:
             self._check_open()
             ids, finish = turn.ids, "abort"
@@ -139,10 +142,9 @@ class ScriptedEngine:
 
     async def _answer(self, request: GenerationRequest) -> tuple[tuple[int, ...], Finish]:
         reply = self._reply(request)
-        ids = tuple(await reply if inspect.isawaitable(reply) else reply)
+        ids = tuple(await reply if isinstance(reply, Awaitable) else reply)
         room = min(request.sampling.max_new_tokens, self._context_length - len(request.input_ids))
-        stops = request.sampling.stop_token_ids
-        end = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids)) if stops else len(ids)
+        end = min([ids.index(stop) + 1 for stop in request.sampling.stop_token_ids if stop in ids], default=len(ids))
         return (ids[:room], "length") if end > room else (ids[:end], "stop")
 
     async def _run(self, turn: _Turn) -> None:

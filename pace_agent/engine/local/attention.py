@@ -89,20 +89,19 @@ def _heads_grouped(query: Tensor, kv_heads: int) -> Tensor:
 
 def _attend_decode(query: Tensor, keys: Tensor, values: Tensor, scaling: float, part: Decode) -> Tensor:
     """(n, heads, d) for one token per row. Scores over the shared prefix are one product for all rows."""
-    heads, width = keys.shape[1], values.shape[3]
+    heads, width, prefix = keys.shape[1], values.shape[3], part.prefix
+    own_keys, own_values = keys[:, :, prefix : part.length], values[:, :, prefix : part.length]
     if part.gather is not None:
-        own_keys, own_values = keys.index_select(0, part.gather), values.index_select(0, part.gather)
+        own_keys, own_values = own_keys.index_select(0, part.gather), own_values.index_select(0, part.gather)
     else:
-        own_keys, own_values = keys[part.low : part.high], values[part.low : part.high]
+        own_keys, own_values = own_keys[part.low : part.high], own_values[part.low : part.high]
     if part.place is not None:
-        spread = query.new_zeros((own_keys.shape[0], *query.shape[1:]))
+        spread = query.new_zeros((part.high - part.low, *query.shape[1:]))
         query = spread.index_copy_(0, part.place, query)
-    rows, prefix = query.shape[0], part.prefix
+    rows = query.shape[0]
     grouped = _heads_grouped(query, heads)
     group = grouped.shape[2]
-
-    own_keys = own_keys.view(rows * heads, -1, keys.shape[3])[:, prefix : part.length]
-    own_values = own_values.view(rows * heads, -1, width)[:, prefix : part.length]
+    own_keys, own_values = own_keys.flatten(0, 1), own_values.flatten(0, 1)
     flat = grouped.reshape(rows * heads, group, -1)
     scores = torch.baddbmm(part.mask_for(heads), flat, own_keys.transpose(1, 2), alpha=scaling)
     if prefix:

@@ -19,6 +19,8 @@ MAX_NEW_TOKENS = 4096
 """Tokens of extending rows in one pass; the rest waits for the next one."""
 MAX_MASK = 1 << 22
 """Entries of one padded group's mask."""
+SPARSE = 1.4
+"""Decoding rows are copied together when they lie in a stretch this many times their number."""
 MIN_SHARED = 8
 """Shorter common prefixes are computed anew."""
 
@@ -120,7 +122,7 @@ class Planner:
         prefix = self._decode_prefix(rows, int(positions.min()))
         place = gather = None
         in_read = positions
-        if high - low > max(n + 4, n * 1.5):
+        if high - low > max(n + 4, n * SPARSE):
             gather = self._tensor(rows)
         elif high - low > n:
             place = self._tensor(rows - low)

@@ -78,5 +78,7 @@ def _check_ties(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Non
     first: dict[int, str] = {}
     for name, new in weights.items():
         other = first.setdefault(own[name].data_ptr(), name)
-        if other != name and own[name].numel() and new is not weights[other] and not torch.equal(new, weights[other]):
+        if other == name or not own[name].numel() or new.data_ptr() == weights[other].data_ptr():
+            continue
+        if not torch.allclose(new, weights[other], rtol=0.0, atol=0.0, equal_nan=True):
             raise EngineError(f"weights {other!r} and {name!r} are tied in the model, but differ")
