@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_json
+
 from pace_agent.types import Message, Trajectory
 
 
@@ -63,10 +65,11 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab")
 
     def write(self, lines: Iterable[dict[str, Any]]) -> None:
-        self._file.writelines(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
+        # Several times faster than the standard library's encoder, and a step writes hundreds of lines.
+        self._file.writelines(to_json(line, fallback=str) + b"\n" for line in lines)
 
     def flush(self) -> None:
         self._file.flush()
@@ -91,7 +94,7 @@ class Journal:
                 with aside.open("xb") as copy:
                     copy.write(tail)
             file.truncate(kept)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab")
 
     def close(self) -> None:
         self._file.close()
