@@ -69,7 +69,7 @@ class Journal:
 
     def write(self, lines: Iterable[dict[str, Any]]) -> None:
         # Several times faster than the standard library's encoder, and a step writes hundreds of lines.
-        self._file.writelines(to_json(line, fallback=str) + b"\n" for line in lines)
+        self._file.writelines(to_json(line, fallback=str, inf_nan_mode="null") + b"\n" for line in lines)
 
     def flush(self) -> None:
         self._file.flush()
