@@ -4,8 +4,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pace_agent.pool.budget import Budget, length_edges, rejection_budget, resample_carries, split_budget
-from pace_agent.pool.choice import Bins, lowest
+from pace_agent.pool.budget import Budget, bin_counts, length_edges, rejection_budget, resample_carries, split_budget
+from pace_agent.pool.choice import MANY, RUN, STRIDE, lowest, lowest_per_bin
 
 # No example has a deadline: a busy machine is no failure.
 examples = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -122,18 +122,34 @@ def test_the_lowest_are_exact_with_ties_to_the_earlier(values: list[float], data
 
 
 @examples
-@given(st.integers(1, 400), st.integers(1, 20), st.sampled_from([1, 4, 1_000_000]), st.integers(0, 2**32 - 1))
-def test_the_lowest_of_every_bin_are_exact(n: int, n_bins: int, ties: int, seed: int) -> None:
+@given(
+    st.integers(1, 400) | st.integers(MANY, MANY + 2000),
+    st.integers(1, 20),
+    st.sampled_from([1, 4, 1_000_000]),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.sampled_from([3, 60, 100_000]),
+    st.integers(0, 2**32 - 1),
+)
+def test_the_lowest_of_every_bin_are_exact(
+    n: int, n_bins: int, ties: int, share_spared: float, longest: int, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
-    values = np.floor(rng.normal(50, 3, n) * ties) / ties
-    lengths = rng.integers(1, rng.choice([3, 60, 100_000]), n)
-    spared = rng.random(n) < rng.choice([0.0, 0.3, 1.0])
+    lengths = rng.integers(1, longest, n)
+    # Longer is lower, by much or not at all, so that the bins' lowest lie far apart or together.
+    values = np.floor((rng.normal(50, 3, n) - rng.choice([0, 100]) * lengths / longest) * ties) / ties
+    spared = rng.random(n) < share_spared
     edges = length_edges(lengths, n, n_bins)
-    bins = Bins.of(values, lengths, edges, spared)
     of_bin = np.searchsorted(edges, lengths, side="right")
-    assert bins.counts.tolist() == np.bincount(of_bin, minlength=edges.size + 1).tolist()
-    assert bins.room.tolist() == np.bincount(of_bin[~spared], minlength=edges.size + 1).tolist()
-    shares = rng.integers(0, bins.room + 1)
-    members = [np.flatnonzero((of_bin == b) & ~spared) for b in range(shares.size)]
+    assert bin_counts(np.bincount(lengths), edges).tolist() == np.bincount(of_bin, minlength=edges.size + 1).tolist()
+    members = [np.flatnonzero((of_bin == b) & ~spared) for b in range(edges.size + 1)]
+    shares = np.array([rng.integers(0, rows.size // rng.choice([1, 20]) + 1) for rows in members])
     expected = [k for rows, share in zip(members, shares, strict=True) for k in in_order(values, rows, share)]
-    assert bins.lowest(shares).tolist() == sorted(expected)
+    assert lowest_per_bin(values, lengths, edges, shares, spared).tolist() == sorted(expected)
+
+
+def test_a_sample_that_misleads_changes_nothing() -> None:
+    n = 4 * MANY
+    values = np.where(np.arange(n) % STRIDE < RUN, -1.0, np.arange(n))  # the sample sees only the lowest
+    lengths, edges = np.ones(n, dtype=np.int64), np.empty(0, dtype=np.int64)
+    chosen = lowest_per_bin(values, lengths, edges, np.array([n // 2]), np.zeros(n, dtype=np.bool_))
+    assert chosen.tolist() == in_order(values, np.arange(n), n // 2)

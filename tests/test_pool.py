@@ -178,7 +178,7 @@ def test_a_full_pool_stops_new_rollouts_but_takes_what_is_in_flight() -> None:
 def test_a_version_behind_a_completion_is_refused_before_anything_moves() -> None:
     pool = make(batch_size=1)
     put_plain(pool, 1, version=4)
-    with pytest.raises(ValueError, match="ahead of the published version 3"):
+    with pytest.raises(ValueError, match="completed at 4, ahead of the published version 3"):
         pool.draw(3)
     assert drawn(pool, 4).ids.size == 1
 

@@ -55,9 +55,15 @@ def length_edges(window: NDArray[np.int64], n_pooled: int, n_bins: int) -> NDArr
     if bins == 1 or window.size == 0:
         return np.empty(0, dtype=np.int64)
     ordered = np.sort(window)
-    edges = np.unique(ordered[np.arange(1, bins) * ordered.size // bins])
-    inner: NDArray[np.int64] = edges[edges > ordered[0]]
-    return inner
+    edges: NDArray[np.int64] = ordered[np.arange(1, bins) * ordered.size // bins]
+    return edges[edges > np.concatenate((ordered[:1], edges[:-1]))]
+
+
+def bin_counts(length_counts: NDArray[np.int64], edges: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many lie in each bin, shape (bins,). `length_counts[k]`: how many have length k."""
+    below = np.concatenate(([0], np.cumsum(length_counts)))
+    bounds = np.concatenate(([0], below.take(edges, mode="clip"), below[-1:]))
+    return bounds[1:] - bounds[:-1]
 
 
 def resample_carries(carries: NDArray[np.float64], bins: int) -> NDArray[np.float64]:
@@ -88,41 +94,35 @@ def split_budget(
 
     All arrays have shape (bins,).
     """
-    room = counts if room is None else room
-    budget = min(budget, int(room.sum()))
-    total = int(counts.sum())
-    if budget <= 0 or total == 0:
+    held = counts.tolist()
+    limits = held if room is None else room.tolist()
+    budget, total = min(budget, sum(limits)), sum(held)
+    if budget <= 0:
         return np.zeros(counts.size, dtype=np.int64), carries
-    quotas = budget * counts / total + carries
-    shares = np.clip(np.floor(quotas + ROUNDING).astype(np.int64), 0, room)
-    shares = _settle(_fill(shares, counts, room, budget), quotas, room, budget)
-    return shares, np.clip(quotas - shares, -1.0, 1.0)
+    quotas = [budget * count / total + carry for count, carry in zip(held, carries.tolist(), strict=True)]
+    shares = [min(max(math.floor(q + ROUNDING), 0), limit) for q, limit in zip(quotas, limits, strict=True)]
+    _fill(shares, held, limits, budget)
+    while missing := budget - sum(shares):
+        # One more for the bins that are owed most, or one less for those owed least.
+        step = 1 if missing > 0 else -1
+        able = [b for b, share in enumerate(shares) if (share < limits[b] if step > 0 else share > 0)]
+        able.sort(key=lambda b: step * (shares[b] - quotas[b]))
+        for b in able[: abs(missing)]:
+            shares[b] += step
+    left = [min(max(quota - share, -1.0), 1.0) for quota, share in zip(quotas, shares, strict=True)]
+    return np.array(shares, dtype=np.int64), np.array(left)
 
 
-def _fill(
-    shares: NDArray[np.int64], counts: NDArray[np.int64], room: NDArray[np.int64], budget: int
-) -> NDArray[np.int64]:
-    """Give what full bins could not take to the others in proportion, until less than one unit per open bin is left.
+def _fill(shares: list[int], counts: list[int], limits: list[int], budget: int) -> None:
+    """Give what full bins could not take to the others in proportion, until less than a unit per open bin is left.
 
     Each round fills a bin or ends the loop, so that it runs at most once per bin.
     """
     while True:
-        missing = budget - int(shares.sum())
-        weights = np.where(shares < room, counts, 0)
-        if missing < np.count_nonzero(weights) or missing <= 0:
-            return shares
-        shares = np.minimum(shares + missing * weights // weights.sum(), room)
-
-
-def _settle(
-    shares: NDArray[np.int64], quotas: NDArray[np.float64], room: NDArray[np.int64], budget: int
-) -> NDArray[np.int64]:
-    """Add one unit to the bins that are owed most, or take one from those owed least, to make the sum `budget`."""
-    shares = shares.copy()
-    while missing := budget - int(shares.sum()):
-        step = 1 if missing > 0 else -1
-        open_bins = shares < room if step > 0 else shares > 0
-        owed = np.where(open_bins, step * (quotas - shares), -np.inf)
-        chosen = np.argsort(-owed, kind="stable")[: min(abs(missing), int(open_bins.sum()))]
-        shares[chosen] += step
-    return shares
+        missing = budget - sum(shares)
+        able = [b for b, share in enumerate(shares) if share < limits[b]]
+        if missing < max(1, len(able)):
+            return
+        weight = sum(counts[b] for b in able)
+        for b in able:
+            shares[b] = min(shares[b] + missing * counts[b] // weight, limits[b])

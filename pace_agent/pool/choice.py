@@ -1,18 +1,27 @@
-"""Choosing the k lowest of many, alone or inside length bins, without sorting them.
+"""Choosing the k lowest of many, alone or inside length bins, without sorting or even grouping them.
 
 What always holds: the choice is exact and does not depend on the machine. Of equal values the earlier one is chosen.
 
-`Bins` is a radix selection. Every value falls into one of `LEVELS` equal intervals of the values' range. One histogram
-over (bin, interval) cells tells for each bin which intervals are chosen whole and which one holds the last chosen
-value; only the values in that cell are compared with each other. Merely grouping 100,000 values by bin takes longer.
+Merely grouping 100,000 values by bin takes as long as ten selections, so `lowest_per_bin` looks at few of them closely.
+A sample tells how high the values to be chosen reach in any bin, and what lies above is put aside. The rest fall into
+cells, one for each bin and each of `LEVELS` intervals of their range: a histogram tells which cells are chosen whole
+and which one of each bin holds its last chosen value, and only values of that one are compared with each other. Should
+the sample have misled, all values are taken.
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-LEVELS = 512
+N = TypeVar("N", np.float64, np.int64)
+
+LEVELS = 256
+MANY = 8192
+"""From so many values on a sample is worth its time."""
+RUN, STRIDE = 64, 1024
+"""The sample: so many values side by side (far apart they would cost a cache line each), out of every so many."""
 
 
 def lowest(values: NDArray[np.float64], k: int) -> NDArray[np.int64]:
@@ -29,87 +38,102 @@ def lowest(values: NDArray[np.float64], k: int) -> NDArray[np.int64]:
     return chosen
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Bins:
-    """Values, each in its cell `bin * LEVELS + interval`; intervals rise with the value.
+def lowest_per_bin(
+    values: NDArray[np.float64],
+    lengths: NDArray[np.int64],
+    edges: NDArray[np.int64],
+    shares: NDArray[np.int64],
+    spared: NDArray[np.bool_],
+) -> NDArray[np.int64]:
+    """Indices, rising, of the shares[b] lowest values of every bin b, none of them `spared`.
 
-    `histogram`: shape (bins, LEVELS), values per cell that may be chosen. `counts`: shape (bins,), all values per bin.
+    `values`, `lengths`, `spared`: shape (N,). `edges`: shape (bins - 1,). `shares`: shape (bins,), none greater than
+    what the bin holds that is not spared.
+    """
+    rows = _shortlist(values, lengths, edges, shares)
+    if spared.any():
+        rows = rows[~spared[rows]]
+    cells = _Cells.of(values.take(rows), lengths.take(rows), edges)
+    if (cells.histogram.sum(axis=1) < shares).any():
+        rows = np.flatnonzero(~spared)
+        cells = _Cells.of(values[rows], lengths[rows], edges)
+    return rows[cells.lowest(shares)]
+
+
+def _shortlist(
+    values: NDArray[np.float64], lengths: NDArray[np.int64], edges: NDArray[np.int64], shares: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Rows among which the chosen ones most likely are; a quarter more than the sample says."""
+    if values.size < MANY:
+        return np.arange(values.size)
+    end = values.size // STRIDE * STRIDE
+    few, their_lengths = values[:end].reshape(-1, STRIDE)[:, :RUN], lengths[:end].reshape(-1, STRIDE)[:, :RUN]
+    reach = _Cells.of(few.reshape(-1), their_lengths.reshape(-1), edges).reach(shares * (5 * RUN) // (4 * STRIDE) + 8)
+    return np.flatnonzero(values <= reach)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cells:
+    """Values, each in cell `bin * LEVELS + interval`; interval k begins at low + k * width.
+
+    `histogram`: values per cell, shape (bins, LEVELS).
     """
 
     values: NDArray[np.float64]
+    low: float
+    width: float
     cells: NDArray[np.intp]
     histogram: NDArray[np.int64]
-    counts: NDArray[np.int64]
 
     @classmethod
-    def of(
-        cls,
-        values: NDArray[np.float64],
-        lengths: NDArray[np.int64],
-        edges: NDArray[np.int64],
-        spared: NDArray[np.bool_],
-    ) -> "Bins":
-        """Put `values` into the bins of their `lengths`. What is `spared` counts in its bin but can't be chosen.
-
-        `values`, `lengths`, `spared`: shape (N,), N > 0. `edges`: shape (bins - 1,), from `budget.length_edges`.
-        """
-        bins = edges.size + 1
-        low = values.min()
-        spread = float(values.max() - low)
+    def of(cls, values: NDArray[np.float64], lengths: NDArray[np.int64], edges: NDArray[np.int64]) -> "_Cells":
+        low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
+        width = (high - low) / (LEVELS - 1) or 1.0
         position = values - low
-        position *= (LEVELS - 1) / spread if spread > 0 else 0.0
-        first_cells = _first_cells(lengths, edges)
-        position += first_cells
+        position *= 1 / width
         cells = position.astype(np.intp)
-        spared_counts = np.zeros(bins, dtype=np.int64)
-        if spared.any():
-            spared_counts += np.bincount(first_cells[spared].astype(np.intp) // LEVELS, minlength=bins)
-            cells[spared] = bins * LEVELS  # a cell of no bin
-        histogram = np.bincount(cells, minlength=bins * LEVELS)[: bins * LEVELS].reshape(bins, LEVELS)
-        return cls(values, cells, histogram, histogram.sum(axis=1) + spared_counts)
+        bins = edges.size + 1
+        cells += _by_length(np.arange(0, bins * LEVELS, LEVELS), edges).take(lengths, mode="clip")
+        histogram = np.bincount(cells, minlength=bins * LEVELS).reshape(bins, LEVELS)
+        return cls(values, low, width, cells, histogram)
 
-    @property
-    def room(self) -> NDArray[np.int64]:
-        """How many may be chosen in each bin, shape (bins,)."""
-        room: NDArray[np.int64] = self.histogram.sum(axis=1)
-        return room
+    def reach(self, shares: NDArray[np.int64]) -> float:
+        """A value that the shares[b] lowest of every bin b do not exceed; infinite where a bin holds fewer."""
+        last = int((np.cumsum(self.histogram, axis=1) < shares[:, None]).sum(axis=1).max())
+        return self.low + (last + 1) * self.width if last < LEVELS else np.inf
 
     def lowest(self, shares: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Indices, rising, of the shares[b] lowest values of every bin b. Needs 0 <= shares <= room."""
-        bins = shares.size
+        """Indices, rising, of the shares[b] lowest values of every bin b, which must hold as many."""
         whole = np.cumsum(self.histogram, axis=1) <= shares[:, None]
         rest = shares - (self.histogram * whole).sum(axis=1)
         short = np.flatnonzero(rest)
         last_cells = short * LEVELS + whole[short].sum(axis=1)
-        marked = np.zeros((bins + 1) * LEVELS, dtype=np.bool_)
-        marked[: bins * LEVELS] = whole.reshape(-1)
+        marked = whole.reshape(-1)
         marked[last_cells] = True
-        chosen = np.flatnonzero(marked.take(self.cells))
-        return self._trim(chosen, last_cells, rest[short])
+        return self._trim(np.flatnonzero(marked.take(self.cells)), last_cells, rest[short])
 
     def _trim(
         self, chosen: NDArray[np.int64], last_cells: NDArray[np.int64], rest: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Drop from `chosen` all but the rest[i] lowest values of the cell last_cells[i] (rising), for every i."""
-        allowed = np.full(self.histogram.size + LEVELS, -1, dtype=np.int64)
-        allowed[last_cells] = rest
-        limits = allowed.take(self.cells.take(chosen))
-        undecided = np.flatnonzero(limits >= 0)
-        cells = self.cells.take(chosen.take(undecided))
-        order = np.lexsort((self.values.take(chosen.take(undecided)), cells))
-        cells, limits = cells.take(order), limits.take(undecided).take(order)
-        rank = np.arange(order.size) - np.searchsorted(cells, cells)
-        return np.delete(chosen, undecided[order[rank >= limits]])
+        number = np.zeros(self.histogram.size, dtype=np.uint16)
+        number[last_cells] = np.arange(1, last_cells.size + 1)
+        cell = number.take(self.cells.take(chosen))
+        undecided = np.flatnonzero(cell)
+        order = np.lexsort((self.values.take(chosen.take(undecided)), cell.take(undecided)))
+        # Sorted by cell, then by value: the first rest[i] of the sizes[i] that cell i holds stay.
+        sizes = self.histogram.reshape(-1).take(last_cells)
+        ends = np.repeat(np.cumsum(sizes) - sizes + rest, sizes)
+        keep = np.ones(chosen.size, dtype=np.bool_)
+        keep[undecided[order[np.arange(order.size) >= ends]]] = False
+        return chosen[keep]
 
 
-def _first_cells(lengths: NDArray[np.int64], edges: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The first cell of every length's bin, shape (N,)."""
-    if edges.size == 0:
-        return np.zeros(lengths.size)
-    top = int(edges[-1])
-    if top > 8 * lengths.size:
-        return np.searchsorted(edges, lengths, side="right").astype(np.float64) * LEVELS
-    # Token counts are small ints: a table indexed by length is many times faster than a search for each.
-    table = np.zeros(top + 1, dtype=np.float64)
-    table[edges] = LEVELS
-    return np.cumsum(table, dtype=np.float64).take(lengths, mode="clip")
+def _by_length(per_bin: NDArray[N], edges: NDArray[np.int64]) -> NDArray[N]:
+    """`per_bin` as a table by length, up to the last edge; whatever is longer is in the last bin, too.
+
+    Token counts are small ints: a table indexed by length is many times faster than a search for each.
+    """
+    widths = np.concatenate((edges, [edges[-1] + 1 if edges.size else 1]))
+    widths[1:] -= edges
+    return np.repeat(per_bin, widths)

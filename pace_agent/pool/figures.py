@@ -45,6 +45,28 @@ class PoolSummary:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
+class LengthCounts:
+    """How many rollouts there are of each length. `counts[k]`: of k sampled tokens."""
+
+    def __init__(self) -> None:
+        self.counts: NDArray[np.int64] = np.zeros(256, dtype=np.int64)
+
+    def add(self, length: int) -> None:
+        if length >= self.counts.size:
+            self.counts = np.concatenate([self.counts, np.zeros(length + 1, dtype=np.int64)])
+        self.counts[length] += 1
+
+    def add_many(self, lengths: NDArray[np.int64]) -> None:
+        new = np.bincount(lengths, minlength=self.counts.size)
+        new[: self.counts.size] += self.counts
+        self.counts = new
+
+    def remove_many(self, lengths: NDArray[np.int64]) -> None:
+        """Each of `lengths` was added before."""
+        gone = np.bincount(lengths)
+        self.counts[: gone.size] -= gone
+
+
 class Window:
     """The last `size` whole numbers."""
 
@@ -77,22 +99,21 @@ class LengthBias:
     """Lengths of generated and of trained rollouts, as counts by length (the run) and as the last ones (a window)."""
 
     def __init__(self, window: int) -> None:
-        self._generated = np.zeros(256, dtype=np.int64)
-        self._trained = np.zeros(256, dtype=np.int64)
+        self._generated, self._trained = LengthCounts(), LengthCounts()
         self._window: tuple[Window, Window] = (Window(window), Window(window))
 
     def generated(self, length: int) -> None:
-        self._generated = _counted(self._generated, np.array([length]))
+        self._generated.add(length)
         self._window[0].add(length)
 
     def trained(self, lengths: NDArray[np.int64]) -> None:
-        self._trained = _counted(self._trained, lengths)
+        self._trained.add_many(lengths)
         for length in lengths.tolist():
             self._window[1].add(length)
 
     def run(self) -> tuple[Figure, Figure]:
         """Length ratio and tail share over the run."""
-        return _bias(self._generated, self._trained)
+        return _bias(self._generated.counts, self._trained.counts)
 
     def recent(self) -> tuple[Figure, Figure]:
         """Length ratio and tail share of the last drawn over the last generated."""
@@ -101,14 +122,14 @@ class LengthBias:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "generated": self._generated.copy(),
-            "trained": self._trained.copy(),
+            "generated": self._generated.counts.copy(),
+            "trained": self._trained.counts.copy(),
             "window": [window.state_dict() for window in self._window],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._generated = np.array(state["generated"], dtype=np.int64)
-        self._trained = np.array(state["trained"], dtype=np.int64)
+        self._generated.counts = np.array(state["generated"], dtype=np.int64)
+        self._trained.counts = np.array(state["trained"], dtype=np.int64)
         for window, saved in zip(self._window, state["window"], strict=True):
             window.load_state_dict(saved)
 
@@ -156,14 +177,6 @@ def summarise(totals: StalenessTotals, bias: LengthBias) -> PoolSummary:
         tail_share=tail.value,
         reasons={name: reason for name, reason in reasons.items() if reason},
     )
-
-
-def _counted(counts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`counts` by length with `lengths` added; grown where one is longer than all before."""
-    if lengths.size and lengths.max() >= counts.size:
-        counts = np.concatenate([counts, np.zeros(int(lengths.max()) + 1, dtype=np.int64)])
-    np.add.at(counts, lengths, 1)
-    return counts
 
 
 def _bias(generated: NDArray[np.int64], trained: NDArray[np.int64]) -> tuple[Figure, Figure]:

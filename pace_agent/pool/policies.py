@@ -27,8 +27,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pace_agent.pool.budget import length_edges, rejection_budget, resample_carries, split_budget
-from pace_agent.pool.choice import Bins, lowest
+from pace_agent.pool.budget import bin_counts, length_edges, rejection_budget, resample_carries, split_budget
+from pace_agent.pool.choice import lowest, lowest_per_bin
 from pace_agent.pool.options import PoolOptions
 
 
@@ -51,16 +51,18 @@ class AdmissionState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolView:
-    """The waiting units in order of completion: columns of shape (N,), N >= M, not to be changed.
+    """The waiting units in order of completion: columns of shape (N,), not to be changed.
 
     `effective_version`: c - lam * G, token-weighted over a group; S = version - effective_version.
-    `length`: sampled tokens (of a group: per member). `min_version`: of the oldest token.
+    `length`: sampled tokens (of a group: per member); `length_counts[k]`: units of length k, shape (longest + 1,) or
+    more. `min_version`: of the oldest token.
     `last_attempt`: the task is lost if this unit is rejected. `window`: lengths of the last completions, shape (w,).
     """
 
     version: int
     effective_version: NDArray[np.float64]
     length: NDArray[np.int64]
+    length_counts: NDArray[np.int64]
     min_version: NDArray[np.int64]
     last_attempt: NDArray[np.bool_]
     window: NDArray[np.int64]
@@ -186,10 +188,13 @@ class Pace(_Base):
     def _reject(self, view: PoolView, budget: int) -> NDArray[np.int64]:
         n_bins = self.options.bins if self.options.fairness == "length" else 1
         edges = length_edges(view.window, len(view), n_bins)
-        bins = Bins.of(view.effective_version, view.length, edges, view.last_attempt)
-        carries = resample_carries(self.bin_carries, bins.counts.size)
-        shares, self.bin_carries = split_budget(budget, bins.counts, carries, bins.room)
-        return bins.lowest(shares)  # the lowest effective version is the highest S
+        counts = bin_counts(view.length_counts, edges)
+        spared = view.length[view.last_attempt]
+        room = counts - bin_counts(np.bincount(spared), edges) if spared.size else counts
+        carries = resample_carries(self.bin_carries, counts.size)
+        shares, self.bin_carries = split_budget(budget, counts, carries, room)
+        # The lowest effective version is the highest S.
+        return lowest_per_bin(view.effective_version, view.length, edges, shares, view.last_attempt)
 
     def state_dict(self) -> dict[str, Any]:
         return {"carry": self.carry, "bin_carries": self.bin_carries.copy()}
@@ -210,7 +215,9 @@ def _draw(options: PoolOptions, view: PoolView, rejected: NDArray[np.int64]) -> 
         age = np.where(view.last_attempt[kept], -np.inf, -view.effective_version[kept])
         return kept[_full(lowest(age, m), m)]
     reach = min(len(view), m + rejected.size)  # the oldest M that are kept lie among these
-    return _full(np.delete(np.arange(reach), rejected[: np.searchsorted(rejected, reach)]), m)
+    kept = np.ones(reach, dtype=np.bool_)
+    kept[rejected[: np.searchsorted(rejected, reach)]] = False
+    return _full(np.flatnonzero(kept), m)
 
 
 def _full(rows: NDArray[np.int64], m: int) -> NDArray[np.int64]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pace_agent.errors import RunError
 from pace_agent.ledger import STALE, Ledger, State
 from pace_agent.pool.columns import Columns
-from pace_agent.pool.figures import LengthBias, PoolSummary, StalenessTotals, Window, spread, summarise
+from pace_agent.pool.figures import LengthBias, LengthCounts, PoolSummary, StalenessTotals, Window, spread, summarise
 from pace_agent.pool.options import PoolOptions
 from pace_agent.pool.policies import AdmissionState, PoolView, Selection, make_policy
 from pace_agent.pool.staleness import Spans, generation_staleness, waiting_staleness
@@ -74,6 +74,7 @@ class PacePool(Generic[T]):
         self._columns = Columns()
         self._payloads: dict[int, T] = {}
         self._units = 0
+        self._lengths = LengthCounts()
         self._next_unit = 0
         self._latest = 0
         self._window = Window(options.window)
@@ -115,6 +116,7 @@ class PacePool(Generic[T]):
             self._payloads[entry.id] = entry.payload
             self._latest = max(self._latest, entry.completed_version)
             self._bias.generated(row["n_sampled"])
+            self._lengths.add(row["n_sampled"])
             self._next_unit += 0 if together else 1
         if together and rows:
             self._next_unit += 1
@@ -166,14 +168,16 @@ class PacePool(Generic[T]):
         columns = self._columns
         effective, tokens = columns["effective_version"], columns["n_sampled"]
         oldest, last = columns["min_version"], columns["last_attempt"]
+        length_counts = self._lengths.counts
         if self.options.unit == "group":
             starts = self._starts()
             total = np.add.reduceat(tokens, starts)
             effective = np.add.reduceat(tokens * effective, starts) / total
             tokens = np.rint(total / np.diff(starts, append=len(self))).astype(np.int64)
+            length_counts = np.bincount(tokens)
             oldest = np.minimum.reduceat(oldest, starts)
             last = np.logical_or.reduceat(last, starts)
-        return PoolView(version, effective, tokens, oldest, last, self._window.values())
+        return PoolView(version, effective, tokens, length_counts, oldest, last, self._window.values())
 
     def payloads(self) -> list[T]:
         """What waits, in order of completion."""
@@ -207,6 +211,7 @@ class PacePool(Generic[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the pool of a checkpoint; load the ledger first. Raises RunError where the two don't belong together."""
         self._columns.load_state_dict(state["columns"])
+        self._lengths.add_many(self._columns["n_sampled"])
         self._payloads = dict(zip(self._columns["id"].tolist(), state["payloads"], strict=True))
         self._next_unit = int(state["next_unit"])
         self._latest = int(state["latest"])
@@ -255,6 +260,7 @@ class PacePool(Generic[T]):
         gone = np.zeros(len(self), dtype=np.bool_)
         gone[drawn] = True
         gone[rejected] = True
+        self._lengths.remove_many(self._columns["n_sampled"][gone])
         self._columns.remove(gone)
         self._units -= selection.drawn.size + selection.rejected.size
         self.rejected_total += rejected.size
