@@ -116,7 +116,7 @@ class RolloutSection(Section):
     """Sampling temperature. The trainer uses the same one, or its ratios would be wrong."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Keep the smallest set of tokens with this probability. Below 1 the ratios are only approximate."""
-    max_attempts: Positive = 4
+    max_attempts: Positive = 3
     """Tries of a task, the first one included, before it is given up."""
     requeue: bool = True
     """Send the task of a rejected or failed rollout back to be tried again."""

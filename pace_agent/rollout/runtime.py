@@ -266,7 +266,8 @@ class Runtime:
         if len(set(rewards)) == 1:
             self._fate(members, State.REJECTED, "no_signal")
             return
-        last = group.ref.attempt + 1 >= self.queue.max_attempts
+        retried = self.options.requeue and self.queue.max_attempts > 1
+        last = retried and group.ref.attempt + 1 >= self.queue.max_attempts
         self._in_play[group.id] = InPlay(group.ref, len(members))
         self.pool.add(
             [
