@@ -19,13 +19,13 @@ What always holds:
 """
 
 import asyncio
-import copy
 import inspect
 import json
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MethodType
 from typing import Any, overload
 
@@ -105,8 +105,8 @@ class Tool:
     def __get__(self, instance: object | None, owner: type | None = None) -> "Tool":
         if instance is None or not self.signature.method:
             return self
-        bound = copy.copy(self)
-        bound.function = MethodType(self.function, instance)
+        bound = object.__new__(type(self))  # copy.copy would ask __reduce__, once for every rollout
+        bound.__dict__.update(self.__dict__, function=MethodType(self.function, instance))
         return bound
 
     def __repr__(self) -> str:
@@ -185,6 +185,12 @@ def declared_tools(owner: object) -> list[Tool]:
     return [each for each in found if isinstance(each, Tool)]
 
 
+@lru_cache(maxsize=256)
+def _tool_of(function: Callable[..., Any]) -> Tool:
+    """Kept, because every rollout asks for it and to read a signature takes half a millisecond."""
+    return Tool(function)
+
+
 class ToolSet:
     """The tools of one rollout."""
 
@@ -192,7 +198,7 @@ class ToolSet:
         self._tools: dict[str, Tool] = {}
         self._session = session
         for each in tools:
-            made = each if isinstance(each, Tool) else Tool(each)
+            made = each if isinstance(each, Tool) else _tool_of(each) if inspect.isfunction(each) else Tool(each)
             if made.name in self._tools:
                 raise UserError(f"two tools are named {made.name!r}")
             self._tools[made.name] = made

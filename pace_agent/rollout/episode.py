@@ -10,8 +10,7 @@ What always holds:
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -131,7 +130,7 @@ class _Rollout:
                 return StopReason.CANCELLED
             text = player.chat.decode(generation.output_ids)
             action = player.parse(text)
-            self.messages.append(replace(action, content=text))
+            self.messages.append(action if action.content == text else replace(action, content=text))
             if generation.finish == "length":
                 return reason
             limit = player.limits.tool_calls
@@ -184,7 +183,7 @@ class _Rollout:
         started = self.player.clock.now()
         with _blame(EnvironmentFault):
             observation, reward, terminated, truncated, info = await env.astep(action)
-        self.turns[-1] = replace(self.turns[-1], env_seconds=self.player.clock.now() - started)
+        self.turns[-1] = self.turns[-1].answered(self.player.clock.now() - started)
         self.tool_calls += len(action.tool_calls)
         self.reward += _checked(reward)
         self.messages.extend(observation)
@@ -217,15 +216,20 @@ def _checked(reward: object) -> float:
     return value
 
 
-@contextmanager
-def _blame(layer: type[PaceError]) -> Iterator[None]:
+class _blame:
     """Assign an exception that names no layer itself to `layer`."""
-    try:
-        yield
-    except PaceError:
-        raise
-    except Exception as exc:
-        raise layer(f"{type(exc).__name__}: {exc}") from exc
+
+    __slots__ = ("layer",)
+
+    def __init__(self, layer: type[PaceError]) -> None:
+        self.layer = layer
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, PaceError):
+            raise self.layer(f"{type(error).__name__}: {error}") from error
 
 
 async def _finish(cleanup: Any) -> None:

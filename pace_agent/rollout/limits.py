@@ -26,12 +26,11 @@ class Limits:
         `sampled`: tokens sampled so far. `length`: ids in the sequence so far. A budget of 0 or less ends the rollout
         before the turn.
         """
-        choices = [
-            (self.turn_tokens, StopReason.TRUNCATED_TOKENS),
-            (None if self.tokens is None else self.tokens - sampled, StopReason.TRUNCATED_TOKENS),
-            (None if self.context is None else self.context - length, StopReason.TRUNCATED_CONTEXT),
-        ]
-        bounded = [(budget, reason) for budget, reason in choices if budget is not None]
-        if not bounded:
+        budget, reason = self.turn_tokens, StopReason.TRUNCATED_TOKENS
+        if self.tokens is not None and (budget is None or self.tokens - sampled < budget):
+            budget = self.tokens - sampled
+        if self.context is not None and (budget is None or self.context - length < budget):
+            budget, reason = self.context - length, StopReason.TRUNCATED_CONTEXT
+        if budget is None:
             raise ValueError("limits need at least one of turn_tokens, tokens and context")
-        return min(bounded, key=lambda pair: pair[0])
+        return budget, reason
