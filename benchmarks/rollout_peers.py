@@ -5,7 +5,8 @@ the peer's version, and a sample of what was kept. What is set up once (servers,
 Nothing of pace-agent is imported here. `TOKENIZER` in the environment names a folder with tokenizer and chat template.
 """
 
-# mypy: ignore-errors (the peers are not installed where types are checked)
+# The peers are not installed where types are checked.
+# mypy: ignore-errors
 
 import asyncio
 import json
