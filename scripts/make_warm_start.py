@@ -1,4 +1,4 @@
-"""Make the shipped checkpoint of the embedded model anew, in about two and a half minutes on one core:
+"""Make the shipped checkpoint of the embedded model anew, in about three minutes on one core:
 
     python -m scripts.make_warm_start [FOLDER]
 
