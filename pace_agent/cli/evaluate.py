@@ -11,9 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pace_agent.cli.wiring import Parts, make_engine, wire
 from pace_agent.config import RunConfig
-from pace_agent.engine.base import Engine
 from pace_agent.evaluation.metrics import EvalResult, EvalSample, format_table, summarise
 from pace_agent.evaluation.runner import EvalPlan, play_tasks, sampling_seed
+from pace_agent.rollout.episode import Player
+from pace_agent.tasks import TaskSource
 from pace_agent.types import Trajectory
 
 
@@ -35,7 +36,7 @@ def with_model(config: RunConfig, target: str) -> RunConfig:
 
 
 async def _evaluate(parts: Parts, config: RunConfig, plan: EvalPlan, temperature: float) -> EvalResult:
-    engine = make_engine(config, parts.model, parts.limits)
+    engine = make_engine(config, parts.model, parts.limits, process=config.engine.process)
     bar = Progress(
         TextColumn("Evaluating"),
         BarColumn(),
@@ -48,7 +49,8 @@ async def _evaluate(parts: Parts, config: RunConfig, plan: EvalPlan, temperature
         await engine.start()
         with bar:
             shown = bar.add_task("", total=len(plan.chosen(parts.source)) * plan.n)
-            return await evaluate(parts, engine, plan, temperature=temperature, on_done=lambda _: bar.advance(shown))
+            player = parts.player(engine, temperature=temperature)
+            return await evaluate(player, parts.source, plan, on_done=lambda _: bar.advance(shown))
     finally:
         await engine.aclose()
         if parts.provider is not None:
@@ -56,18 +58,12 @@ async def _evaluate(parts: Parts, config: RunConfig, plan: EvalPlan, temperature
 
 
 async def evaluate(
-    parts: Parts,
-    engine: Engine,
-    plan: EvalPlan,
-    *,
-    temperature: float,
-    on_done: Callable[[Trajectory], None] | None = None,
+    player: Player, source: TaskSource, plan: EvalPlan, *, on_done: Callable[[Trajectory], None] | None = None
 ) -> EvalResult:
-    """The figures of `plan` on a started engine."""
-    player = parts.player(engine, temperature=temperature)
-    trajectories = await play_tasks(player, parts.source, plan, on_done=on_done)
+    """The figures of `plan`, on the player's engine, which is started."""
+    trajectories = await play_tasks(player, source, plan, on_done=on_done)
     samples = [
         EvalSample.of(each, number=each.attempt, seed=sampling_seed(plan, each.group_id, each.attempt))
         for each in trajectories
     ]
-    return summarise(samples, env_id=parts.env_id, n=plan.n)
+    return summarise(samples, env_id=player.env_id, n=plan.n)

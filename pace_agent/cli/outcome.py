@@ -3,16 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+from pace_agent.cli.rollouts import RunEnd
 from pace_agent.report.metrics import read_metrics
 from pace_agent.report.plots import draw_run
 from pace_agent.report.summary import RunFigures, build_summary, write_summary
-from pace_agent.rollout.runtime import Runtime
 
 
-def write_outcome(folder: Path, runtime: Runtime, *, seconds: float, resume_hint: bool) -> None:
+def write_outcome(folder: Path, run: RunEnd, *, seconds: float, resume_hint: bool) -> None:
     """Write the summary and the picture of an ended run, and print the last lines."""
     rows = read_metrics(folder / "metrics.jsonl")
-    summary = summarise_run(runtime, rows, seconds)
+    summary = summarise_run(run, rows, seconds)
     write_summary(folder / "summary.json", summary)
     drawn = draw_run(rows, folder / "report.png", title=folder.name)
     if drawn.path is None:
@@ -23,10 +23,9 @@ def write_outcome(folder: Path, runtime: Runtime, *, seconds: float, resume_hint
     print(last_line(summary))
 
 
-def summarise_run(runtime: Runtime, rows: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """The object of `summary.json`; the runtime is closed."""
-    pool = runtime.pool.summary()
-    trained = runtime.ledger.counts()["trained"]
+def summarise_run(run: RunEnd, rows: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """The object of `summary.json`."""
+    pool, trained = run.pool, run.ledger["trained"]
     staleness = {
         name: getattr(pool, name)
         for name in ("generation", "waiting", "effective", "token_mean", "length_ratio", "tail_share")
@@ -35,14 +34,14 @@ def summarise_run(runtime: Runtime, rows: list[dict[str, Any]], seconds: float) 
         RunFigures(
             step_rewards=[row.get("reward/mean") for row in rows],
             seconds=seconds,
-            policy_version=runtime.version,
+            policy_version=run.policy_version,
             trained=trained,
             multi_version=round((pool.multi_version_share or 0.0) * trained),
-            interrupted_total=runtime.window.interrupted_total,
-            ledger=runtime.ledger.counts(),
+            interrupted_total=run.interrupted_total,
+            ledger=run.ledger,
             staleness=staleness,
             reasons={f"staleness.{name}": reason for name, reason in pool.reasons.items()},
-            extra={"ledger_reasons": runtime.ledger.reasons(), "incarnation": runtime.ledger.incarnation},
+            extra={"ledger_reasons": run.reasons, "incarnation": run.incarnation},
         )
     )
 

@@ -1,47 +1,32 @@
 """`pace-agent train`: the whole job, from a configuration to a run folder.
 
-Two things go on at once and meet in the pool: this thread trains, and the runtime's thread plays rollouts on the
-engine, which runs in a process of its own. Every step hands its weights to the engine; what is in flight goes on with
-them.
+Two things go on at once and meet in the pool: this process trains, and another one plays rollouts on the engine. Every
+step hands its weights to the engine; what is in flight goes on with them.
 """
 
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from pace_agent.cli.configs import write_config
-from pace_agent.cli.evaluate import evaluate
 from pace_agent.cli.outcome import write_outcome
-from pace_agent.cli.wiring import Parts, make_engine, wire
-from pace_agent.clock import WallClock
+from pace_agent.cli.rollouts import RunEnd, end, evaluate_held, open_runtime
+from pace_agent.cli.wiring import Parts, wire
 from pace_agent.config import RunConfig, trainer_options
 from pace_agent.errors import PaceError, UserError
-from pace_agent.evaluation.metrics import EvalResult
 from pace_agent.evaluation.runner import EvalPlan
-from pace_agent.ledger import Ledger
-from pace_agent.pool import PacePool, PoolOptions
 from pace_agent.report.files import open_run_folder
 from pace_agent.report.metrics import MetricsWriter, read_metrics
 from pace_agent.report.progress import Progress
-from pace_agent.rollout.journal import Journal
-from pace_agent.rollout.runtime import Runtime, RuntimeOptions
-from pace_agent.rollout.thread import RuntimeThread
-from pace_agent.tasks import TaskQueue
-from pace_agent.types import Sample
+from pace_agent.rollout.handle import RuntimeHandle
 
 if TYPE_CHECKING:
     from pace_agent.trainers.pace_trainer import PaceTrainer
-
-POOL_SETTINGS = (
-    *("policy", "unit", "beta", "cap", "lam", "staleness"),
-    *("order", "fairness", "bins", "max_staleness", "eta"),
-)
-"""Settings that the pool takes as they are; the others count trajectories there and units here."""
 
 
 def run(config: RunConfig, resume: Path | None) -> None:
@@ -66,11 +51,10 @@ class Training:
         self.parts = parts
         self.folder = folder
         self.resumed = resumed
-        self.thread = RuntimeThread(self._build_runtime)
+        self.rollouts: RuntimeHandle | None = None
         self.trainer: PaceTrainer | None = None
         self.stopped = False
         self.seconds_before = 0.0
-        self._fresh = True
         self.started = time.monotonic()
 
     # ---- from top to bottom -----------------------------------------------------------------------------------
@@ -78,40 +62,53 @@ class Training:
     def run(self) -> None:
         total = int(self.config.trainer["max_steps"])
         checkpoint, state, done = self._checkpoint()
-        self._fresh = checkpoint is None
         if checkpoint is not None and done >= total:
             raise UserError(f"{self.folder} has done its {done} steps; raise --trainer.max_steps to go on")
         progress = Progress(total, done=done, title=f"pace-agent train {self.config.env.id}")
         writer = MetricsWriter(self.folder / "metrics.jsonl", after=done if self.resumed else None)
+        rollouts = self.rollouts = open_runtime(
+            self.config, self.folder, start_over=self.resumed and checkpoint is None
+        )
         try:
             with self._signals(progress), writer, progress:
                 progress.note(f"run folder {self.folder}")
-                self._train(checkpoint, state, progress, writer)
+                self._train(rollouts, checkpoint, state, progress, writer)
+                outcome = rollouts.ask(end)
         except PaceError:
-            self.thread.close()
-            self._write_outcome()
+            with suppress(PaceError):  # the rollout side may be what failed
+                self._write_outcome(rollouts.ask(end))
             raise
         finally:
-            self.thread.close()
-        self._write_outcome()
+            rollouts.close()
+        self._write_outcome(outcome)
 
-    def _write_outcome(self) -> None:
-        write_outcome(self.folder, self.thread.runtime, seconds=self._seconds(), resume_hint=self.stopped)
+    def _write_outcome(self, outcome: RunEnd) -> None:
+        write_outcome(self.folder, outcome, seconds=self._seconds(), resume_hint=self.stopped)
 
     def _train(
-        self, checkpoint: Path | None, state: Mapping[str, Any] | None, progress: Progress, writer: MetricsWriter
+        self,
+        rollouts: RuntimeHandle,
+        checkpoint: Path | None,
+        state: Mapping[str, Any] | None,
+        progress: Progress,
+        writer: MetricsWriter,
     ) -> None:
-        self.thread.start(state)  # the engine's process starts while the trainer loads
-        trainer = self.trainer = self._build_trainer(progress, writer)
-        self.thread.started()
+        rollouts.start(state)  # the engine loads while the trainer does
+        trainer = self.trainer = self._build_trainer(rollouts, progress, writer)
+        rollouts.started()
         if checkpoint is None:
             if self.resumed:
                 progress.note("no checkpoint was saved yet: starting over")
-            self.thread.begin()
+            rollouts.begin()
             trainer.train()
         else:
             progress.note(f"going on from {checkpoint.name}")
-            trainer.publish_at_start = self._publish_and_begin
+
+            def publish_and_begin(weights: Mapping[str, Any]) -> None:
+                rollouts.publish(weights)
+                rollouts.begin()
+
+            trainer.publish_at_start = publish_and_begin
             trainer.resume(checkpoint, restore_source=False)
         trainer.save_final(self.folder / "final")
 
@@ -127,18 +124,12 @@ class Training:
 
     def _evaluate(self, progress: Progress) -> dict[str, float]:
         """Held-out tasks under the published weights; no new rollout starts meanwhile. Keeps the best model."""
-        section, trainer, runtime = self.config.eval, self.trainer, self.thread.runtime
+        section, trainer, rollouts = self.config.eval, self.trainer, self.rollouts
+        assert trainer is not None
+        assert rollouts is not None
         plan = EvalPlan(section.tasks, section.n, self.config.run.seed, concurrency=self.config.engine.slots)
-
-        async def held() -> EvalResult:
-            runtime.hold(True)
-            try:
-                return await evaluate(self.parts, runtime.engine, plan, temperature=section.temperature)
-            finally:
-                runtime.hold(False)
-
-        result = self.thread.call(held())
-        if result.reward is None or trainer is None:
+        result = rollouts.ask(evaluate_held, plan, temperature=section.temperature)
+        if result.reward is None:
             progress.note(f"evaluation: nothing was scored, {result.errors} failed: {dict(result.errors_by_reason)}")
             return {}
         best = trainer.save_best(result.reward.mean, self.folder / "best")
@@ -151,41 +142,7 @@ class Training:
 
     # ---- parts ------------------------------------------------------------------------------------------------
 
-    def _build_runtime(self) -> Runtime:
-        from pace_agent.trainers.advantages import group_advantages
-
-        config, ledger, clock = self.config, Ledger(), WallClock()
-        engine = make_engine(config, self.parts.model, self.parts.limits)
-        runtime: Runtime = Runtime(
-            player=self.parts.player(
-                engine,
-                temperature=config.rollout.temperature,
-                top_p=config.rollout.top_p,
-                clock=clock,
-                version=lambda: runtime.version,
-            ),
-            engine=engine,
-            queue=TaskQueue(self.parts.source, seed=config.run.seed, max_attempts=config.rollout.max_attempts),
-            pool=PacePool[Sample](pool_options(config), ledger),
-            ledger=ledger,
-            journal=Journal(self.folder / "trajectories.jsonl"),
-            ledger_log=Journal(self.folder / "ledger.jsonl"),
-            advantages=group_advantages,
-            options=RuntimeOptions(
-                group_size=config.rollout.group_size,
-                concurrency=config.rollout.concurrency,
-                seed=config.run.seed,
-                requeue=config.rollout.requeue,
-                max_failure_share=config.rollout.max_failure_share,
-            ),
-            clock=clock,
-            resources=() if self.parts.provider is None else (self.parts.provider,),
-        )
-        if self.resumed and self._fresh:
-            runtime.start_over()
-        return runtime
-
-    def _build_trainer(self, progress: Progress, writer: MetricsWriter) -> "PaceTrainer":
+    def _build_trainer(self, rollouts: RuntimeHandle, progress: Progress, writer: MetricsWriter) -> "PaceTrainer":
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
@@ -207,17 +164,12 @@ class Training:
         model = AutoModelForCausalLM.from_pretrained(self.parts.model, dtype=getattr(torch, config.model.dtype))
         return PaceTrainer(
             model,
-            source=self.thread,
+            source=rollouts,
             args=args,
             tokenizer=AutoTokenizer.from_pretrained(self.parts.model),
             peft_config=_adapter(config),
             on_metrics=lambda record: self._on_metrics(record, progress, writer),
         )
-
-    def _publish_and_begin(self, weights: Mapping[str, Any]) -> None:
-        runtime = self.thread.runtime
-        self.thread.call(runtime.publish(weights, runtime.version))
-        self.thread.begin()
 
     # ---- resuming and stopping --------------------------------------------------------------------------------
 
@@ -247,7 +199,8 @@ class Training:
             progress.note("stopping after this step; press Ctrl-C again to stop at once")
             if self.trainer is not None:
                 self.trainer.request_stop()
-            self.thread.stop()
+            if self.rollouts is not None:
+                self.rollouts.stop()
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -258,19 +211,6 @@ class Training:
 
     def _seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.started
-
-
-def pool_options(config: RunConfig) -> PoolOptions:
-    """The pool's section, in units."""
-    section = config.pool
-    size = config.rollout.group_size if section.unit == "group" else 1
-    return PoolOptions(
-        **{name: getattr(section, name) for name in POOL_SETTINGS},
-        batch_size=section.batch_size // size,
-        group_size=config.rollout.group_size,
-        target=None if section.target is None else section.target // size,
-        capacity=None if section.capacity is None else section.capacity // size,
-    )
 
 
 def _adapter(config: RunConfig) -> Any:

@@ -129,19 +129,18 @@ def context_length(model: Path) -> int:
     return int(config.get("max_position_embeddings", 1 << 20))
 
 
-def make_engine(config: RunConfig, model: Path, limits: Limits, *, version: int = 0) -> Engine:
-    """The engine of `config.engine`, loaded from `model`."""
+def make_engine(config: RunConfig, model: Path, limits: Limits, *, process: bool) -> Engine:
+    """The engine of `config.engine`, loaded from `model`, in a process of its own or in this one."""
     from pace_agent.engine.local import make_local_engine
 
     return make_local_engine(
         model,
-        process=config.engine.process,
+        process=process,
         max_slots=config.engine.slots,
         context_length=config.engine.context or limits.context,
         dtype=config.model.dtype,
         threads=config.engine.threads,
         stale_cache=config.engine.stale_cache,
-        version=version,
     )
 
 

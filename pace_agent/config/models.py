@@ -81,7 +81,8 @@ class EngineSection(Section):
     kind: Literal["local"] = "local"
     """`local`: transformers on this machine, with continuous batching."""
     process: bool = True
-    """Run it in a process of its own, so that generation and training overlap. false is simpler to debug."""
+    """Play rollouts and generate in a process of their own, so that they overlap with training. false keeps them in a
+    thread beside it, which is simpler to debug."""
     slots: Positive = 128
     """Sequences that decode together; rollouts beyond that wait. More slots cost memory and slow each step."""
     context: Positive | None = None
@@ -96,7 +97,7 @@ class EngineSection(Section):
 class RolloutSection(Section):
     """How episodes are played, and when they end."""
 
-    concurrency: Positive = 96
+    concurrency: Positive = 48
     """Rollouts in flight. What exceeds the trainer's pace becomes staleness, so more is not better."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Rollouts of one task. Advantages compare a rollout with the others of its group."""
@@ -129,7 +130,7 @@ class PoolSection(Section):
 
     policy: Literal["pace", "sync", "unfiltered", "max_staleness", "bounded_admission", "drop_oldest"] = "pace"
     """Who may start, who is rejected, who is drawn. All but `pace` are baselines to compare with."""
-    batch_size: Positive = 128
+    batch_size: Positive = 64
     """Trajectories of one optimiser step; a multiple of `rollout.group_size`."""
     unit: Literal["trajectory", "group"] = "trajectory"
     """Rank, reject and draw single trajectories, or whole groups for losses that need them together."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pace_agent.config.models import RunConfig
 
 DEFAULTS: Mapping[str, Any] = {
-    "max_steps": 100,
+    "max_steps": 120,
     "learning_rate": 4e-4,
     # Without lr_scheduler_kwargs of your own this falls linearly to a tenth: see `trainer_options`.
     "lr_scheduler_type": "polynomial",

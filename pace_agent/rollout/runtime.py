@@ -118,8 +118,10 @@ class Runtime:
         self._failures: deque[bool] = deque(maxlen=options.failure_window)
         self._waiters: list[asyncio.Future[None]] = []
         self._error: BaseException | None = None
+        self._runner: asyncio.Task[None] | None = None
         self._stopping = False
         self._held = False
+        self._closed = False
 
     # ---- the loop ---------------------------------------------------------------------------------------------
 
@@ -127,6 +129,11 @@ class Runtime:
         info = await self.engine.start()
         self.version = max(self.version, info.version)
         return info
+
+    def begin(self) -> None:
+        """Run in the background; what goes wrong there is raised by `next_batch`."""
+        self._runner = asyncio.create_task(self.run(), name="runtime")
+        self._runner.add_done_callback(self._task_done)
 
     async def run(self) -> None:
         """Start rollouts while the policy admits them, until stopped."""
@@ -218,7 +225,7 @@ class Runtime:
         )
         task = asyncio.create_task(self._member(group, episode), name=f"rollout-{number}")
         self._tasks.add(task)
-        task.add_done_callback(self._member_done)
+        task.add_done_callback(self._task_done)
 
     async def _member(self, group: OpenGroup, episode: Episode) -> None:
         try:
@@ -229,7 +236,7 @@ class Runtime:
         self._ended(group, trajectory)
         self._changed()
 
-    def _member_done(self, task: asyncio.Task[None]) -> None:
+    def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._error = error
@@ -338,12 +345,11 @@ class Runtime:
         self._stopping = True
         self._changed()
 
-    def fail(self, error: BaseException) -> None:
-        self._error = error
-        self._changed()
-
     async def aclose(self) -> None:
         """Cancel what runs (each closes its environment), write the fate of what is left, close the engine."""
+        if self._closed:
+            return
+        self._closed = True
         self.stop()
         tasks = list(self._tasks)
         for task in tasks:
@@ -404,7 +410,7 @@ class Runtime:
 
     def _new_incarnation(self) -> int:
         """One more than any that this run folder has seen, in the surviving line or out of it."""
-        seen = [line["incarnation"] for line in read_lines(self.ledger_log.path)]
+        seen: list[int] = [line["incarnation"] for line in read_lines(self.ledger_log.path)]
         return max([self.ledger.incarnation, *(number + 1 for number in seen), 1])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -276,7 +276,7 @@ class ProcessEngine:
             raise EngineError("weights can be updated only while the engine is paused")
         start = time.monotonic()
         if isinstance(source, Mapping):
-            file = await asyncio.to_thread(_save, source)
+            file = await asyncio.to_thread(share_weights, source)
             try:
                 await self._ask("update", str(file), version)
             finally:
@@ -293,8 +293,11 @@ def _absolute(path: Path) -> str:
     return os.path.abspath(path)
 
 
-def _save(weights: Mapping[str, Any]) -> Path:
-    """Write tensors to a new file in shared memory, or in the temporary folder where they don't fit there."""
+def share_weights(weights: Mapping[str, Any]) -> Path:
+    """Write tensors to a new file in shared memory, or in the temporary folder where they don't fit there.
+
+    The caller deletes the file. EngineError where it can't be written.
+    """
     from safetensors.torch import save_file
 
     tensors: dict[str, Any] = {}

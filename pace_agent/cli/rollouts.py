@@ -1,0 +1,132 @@
+"""The rollout side of a training run: how its runtime is built, and what the trainer's process asks it.
+
+Everything here is a function of a module, so that it can be asked of a runtime in another process.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from pace_agent.cli.evaluate import evaluate
+from pace_agent.cli.wiring import make_engine, wire
+from pace_agent.clock import WallClock
+from pace_agent.config import RunConfig
+from pace_agent.evaluation.metrics import EvalResult
+from pace_agent.evaluation.runner import EvalPlan
+from pace_agent.ledger import Ledger
+from pace_agent.pool import PacePool, PoolOptions, PoolSummary
+from pace_agent.rollout import handle
+from pace_agent.rollout.handle import RuntimeHandle
+from pace_agent.rollout.journal import Journal
+from pace_agent.rollout.runtime import Runtime, RuntimeOptions
+from pace_agent.tasks import TaskQueue
+from pace_agent.types import Sample
+
+POOL_SETTINGS = (
+    *("policy", "unit", "beta", "cap", "lam", "staleness"),
+    *("order", "fairness", "bins", "max_staleness", "eta"),
+)
+"""Settings that the pool takes as they are; the others count trajectories there and units here."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """What the rollout side knows of a run that has ended."""
+
+    pool: PoolSummary
+    ledger: Mapping[str, int]
+    reasons: Mapping[str, Mapping[str, int]]
+    policy_version: int
+    interrupted_total: int
+    incarnation: int
+
+
+def open_runtime(config: RunConfig, folder: Path, *, start_over: bool) -> RuntimeHandle:
+    """The runtime beside the trainer: in a process of its own with the engine, or in a thread of this one."""
+    if config.engine.process:
+        from pace_agent.rollout.process import RuntimeProcess
+
+        return RuntimeProcess(partial(_build_in_process, config, folder, start_over=start_over))
+    from pace_agent.rollout.thread import RuntimeThread
+
+    return RuntimeThread(partial(build_runtime, config, folder, start_over=start_over))
+
+
+def _build_in_process(config: RunConfig, folder: Path, *, start_over: bool) -> Runtime:
+    import torch
+
+    torch.set_num_threads(config.engine.threads)
+    return build_runtime(config, folder, start_over=start_over)
+
+
+def build_runtime(config: RunConfig, folder: Path, *, start_over: bool) -> Runtime:
+    """`start_over`: the folder holds lines of a run that was killed before its first checkpoint."""
+    from pace_agent.trainers.advantages import group_advantages
+
+    parts, ledger, clock = wire(config), Ledger(), WallClock()
+    engine = make_engine(config, parts.model, parts.limits, process=False)
+    runtime: Runtime = Runtime(
+        player=parts.player(
+            engine,
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            clock=clock,
+            version=lambda: runtime.version,
+        ),
+        engine=engine,
+        queue=TaskQueue(parts.source, seed=config.run.seed, max_attempts=config.rollout.max_attempts),
+        pool=PacePool[Sample](pool_options(config), ledger),
+        ledger=ledger,
+        journal=Journal(folder / "trajectories.jsonl"),
+        ledger_log=Journal(folder / "ledger.jsonl"),
+        advantages=group_advantages,
+        options=RuntimeOptions(
+            group_size=config.rollout.group_size,
+            concurrency=config.rollout.concurrency,
+            seed=config.run.seed,
+            requeue=config.rollout.requeue,
+            max_failure_share=config.rollout.max_failure_share,
+        ),
+        clock=clock,
+        resources=() if parts.provider is None else (parts.provider,),
+    )
+    if start_over:
+        runtime.start_over()
+    return runtime
+
+
+def pool_options(config: RunConfig) -> PoolOptions:
+    """The pool's section, in units."""
+    section = config.pool
+    size = config.rollout.group_size if section.unit == "group" else 1
+    return PoolOptions(
+        **{name: getattr(section, name) for name in POOL_SETTINGS},
+        batch_size=section.batch_size // size,
+        group_size=config.rollout.group_size,
+        target=None if section.target is None else section.target // size,
+        capacity=None if section.capacity is None else section.capacity // size,
+    )
+
+
+async def evaluate_held(runtime: Runtime, plan: EvalPlan, *, temperature: float) -> EvalResult:
+    """Held-out tasks under the published weights; no new rollout starts meanwhile."""
+    runtime.hold(True)
+    try:
+        return await evaluate(replace(runtime.player, temperature=temperature), runtime.queue.source, plan)
+    finally:
+        runtime.hold(False)
+
+
+async def end(runtime: Runtime) -> RunEnd:
+    """Close the runtime, and tell what came out."""
+    await handle.end(runtime)
+    ledger = runtime.ledger
+    return RunEnd(
+        pool=runtime.pool.summary(),
+        ledger=ledger.counts(),
+        reasons=ledger.reasons(),
+        policy_version=runtime.version,
+        interrupted_total=runtime.window.interrupted_total,
+        incarnation=ledger.incarnation,
+    )

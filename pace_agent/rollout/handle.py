@@ -1,0 +1,73 @@
+"""What a trainer holds of the runtime, wherever it runs: beside it in a thread, or in a process of its own."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from pace_agent.engine.base import WeightSource
+from pace_agent.rollout.runtime import Runtime
+from pace_agent.types import Batch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class RuntimeHandle(Protocol):
+    """All methods but `stop` belong to the trainer's thread, and block. It is a trainer's batch source."""
+
+    def start(self, state: Mapping[str, Any] | None = None) -> None:
+        """Begin to build the runtime, load `state` if given, and start the engine."""
+
+    def started(self) -> None:
+        """Wait until the engine is up. Raises what went wrong on the way."""
+
+    def begin(self) -> None:
+        """Start rollouts."""
+
+    def next_batch(self) -> Batch | None: ...
+
+    def step_ended(self, weights: WeightSource) -> int: ...
+
+    def publish(self, weights: WeightSource) -> None:
+        """Give the engine these weights under the version that it has."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def ask(self, question: Callable[Concatenate[Runtime, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`await question(runtime, *args, **kwargs)` where the runtime is. A process wants a function of a module."""
+        ...
+
+    def stop(self) -> None:
+        """Ask the run to end; returns at once. Callable from a signal handler."""
+
+    def close(self) -> None:
+        """Cancel every rollout, close environments and engine. Closing twice is fine."""
+
+
+async def next_batch(runtime: Runtime) -> Batch | None:
+    return await runtime.next_batch()
+
+
+async def step_ended(runtime: Runtime, weights: WeightSource) -> int:
+    return await runtime.step_ended(weights)
+
+
+async def publish(runtime: Runtime, weights: WeightSource) -> None:
+    await runtime.publish(weights, runtime.version)
+
+
+async def begin(runtime: Runtime) -> None:
+    runtime.begin()
+
+
+async def state_dict(runtime: Runtime) -> dict[str, Any]:
+    return runtime.state_dict()
+
+
+async def load_state_dict(runtime: Runtime, state: Mapping[str, Any]) -> None:
+    runtime.load_state_dict(state)
+
+
+async def end(runtime: Runtime) -> None:
+    await runtime.aclose()

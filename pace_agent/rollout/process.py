@@ -1,0 +1,184 @@
+"""The runtime in a process of its own beside the trainer: engine, environments and pool never wait for its interpreter.
+
+What always holds:
+
+* The child lives no longer than its parent: when the pipe closes it cancels every rollout, closes environments and
+  engine, and exits.
+* Ctrl-C and SIGTERM reach the parent alone, which decides; `stop` is a signal, so that it can be given while an answer
+  is awaited.
+* One question at a time, each with one answer. An exception there is raised here.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from pace_agent.engine.base import WeightSource
+from pace_agent.engine.local.process import share_weights
+from pace_agent.errors import PaceError, RunError
+from pace_agent.rollout import handle
+from pace_agent.rollout.runtime import Runtime
+from pace_agent.types import Batch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+CLOSE_SECONDS = 20.0
+
+
+class RuntimeProcess:
+    """A `RuntimeHandle`. `build` makes the runtime in the child: a function of a module, or a partial of one."""
+
+    def __init__(self, build: Callable[[], Runtime]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_child, args=(theirs, build), name="pace-runtime")
+        self._theirs = theirs
+        self._starting = False
+        self._closed = False
+
+    def start(self, state: Mapping[str, Any] | None = None) -> None:
+        self._process.start()
+        self._theirs.close()
+        self._send((_start, (state,), {}))
+        self._starting = True
+
+    def started(self) -> None:
+        if self._starting:
+            self._starting = False
+            self._receive()
+
+    def begin(self) -> None:
+        self.ask(handle.begin)
+
+    def next_batch(self) -> Batch | None:
+        return self.ask(handle.next_batch)
+
+    def step_ended(self, weights: WeightSource) -> int:
+        return self._with_weights(handle.step_ended, weights)
+
+    def publish(self, weights: WeightSource) -> None:
+        self._with_weights(handle.publish, weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.ask(handle.state_dict)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.ask(handle.load_state_dict, state)
+
+    def ask(self, question: Callable[Concatenate[Runtime, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._closed:
+            raise RunError("the runtime is closed")
+        self.started()
+        self._send((question, args, kwargs))
+        answer: T = self._receive()
+        return answer
+
+    def stop(self) -> None:
+        if self._process.pid is not None and self._process.is_alive():
+            os.kill(self._process.pid, signal.SIGUSR1)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._connection.close()
+        if self._process.pid is not None:
+            self._process.join(CLOSE_SECONDS)
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join()
+
+    def _with_weights(self, question: Callable[[Runtime, WeightSource], Awaitable[T]], weights: WeightSource) -> T:
+        """Tensors travel as a file in shared memory."""
+        if not isinstance(weights, Mapping):
+            return self.ask(question, weights)
+        file = share_weights(weights)
+        try:
+            return self.ask(question, file)
+        finally:
+            file.unlink(missing_ok=True)
+
+    def _send(self, message: object) -> None:
+        try:
+            self._connection.send(message)
+        except OSError as error:
+            raise self._died() from error
+
+    def _receive(self) -> Any:
+        try:
+            good, value = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._died() from error
+        if good:
+            return value
+        raise value
+
+    def _died(self) -> RunError:
+        self._process.join(5.0)
+        return RunError(
+            f"the process that plays the rollouts ended with exit code {self._process.exitcode}; "
+            "what it said stands above"
+        )
+
+
+async def _start(state: Mapping[str, Any] | None) -> None:
+    """Names the first message; the child knows what to do."""
+
+
+def _child(connection: Connection, build: Callable[[], Runtime]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(asyncio.CancelledError):
+        asyncio.run(_serve(connection, build))
+
+
+async def _serve(connection: Connection, build: Callable[[], Runtime]) -> None:
+    """Answer questions until the pipe closes."""
+    loop, main = asyncio.get_running_loop(), asyncio.current_task()
+    assert main is not None
+    inbox: asyncio.Queue[Any] = asyncio.Queue()
+
+    def read() -> None:
+        try:
+            while connection.poll():
+                inbox.put_nowait(connection.recv())
+        except (EOFError, OSError):
+            loop.remove_reader(connection.fileno())
+            main.cancel()
+
+    runtime: Runtime | None = None
+    loop.add_reader(connection.fileno(), read)
+    loop.add_signal_handler(signal.SIGUSR1, lambda: runtime.stop() if runtime is not None else None)
+    try:
+        while True:
+            question, args, kwargs = await inbox.get()
+            answer: tuple[bool, Any]
+            try:
+                if runtime is None:
+                    runtime = build()
+                    if args[0] is not None:
+                        runtime.load_state_dict(args[0])
+                    await runtime.start()
+                    answer = (True, None)
+                else:
+                    answer = (True, await question(runtime, *args, **kwargs))
+            except Exception as error:
+                answer = (False, _portable(error))
+            connection.send(answer)
+    finally:
+        if runtime is not None:
+            await runtime.aclose()
+
+
+def _portable(error: Exception) -> PaceError:
+    """The error itself where it is ours, which pickles; else a RunError that tells it."""
+    if isinstance(error, PaceError):
+        return error
+    traceback.print_exception(error)
+    return RunError(f"{type(error).__name__}: {error}")
