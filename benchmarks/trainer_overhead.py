@@ -166,7 +166,9 @@ class TimedSource:
 def measure(micro_batch: int, steps: int, shared_prefix: int) -> tuple[float, float, float]:
     """Median CPU seconds of a step (trainer, bare), and the median of their ratio. The first step warms up."""
     batch = make_batch(shared_prefix)
-    source = TimedSource(batch, BareLoop(micro_batches(batch, count=len(batch.samples) // micro_batch, pad_id=0)).step, steps + 1)
+    source = TimedSource(
+        batch, BareLoop(micro_batches(batch, count=len(batch.samples) // micro_batch, pad_id=0)).step, steps + 1
+    )
     with tempfile.TemporaryDirectory() as folder:
         options = {"learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", "save_strategy": "no"}
         args = build_config(

@@ -19,8 +19,8 @@ SEED = 0
 def embedded_model(*, steps: int = STEPS, conversations: int = CONVERSATIONS) -> Path:
     """The folder of the warm-started Shop model.
 
-    The one shipped with the package where it is whole, else the one in the cache, else a new one, which takes some three
-    minutes and shows a progress bar on the standard error. UserError when the cache folder can't be written.
+    The one shipped with the package where it is whole, else the one in the cache, else a new one, which takes some
+    three minutes and shows a progress bar on the standard error. UserError when the cache folder can't be written.
     """
     shipped = shipped_folder()
     if is_model(shipped):
