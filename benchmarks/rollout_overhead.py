@@ -17,9 +17,8 @@ of ours and of each peer take turns, so that other work on the machine hits both
   log-probabilities, one id per byte. `template` takes the ids from the chat template and tokenizer of the model that
   the shop environment ships, as training on sampled tokens must; the ids are checked to be the same as ours.
 
-Last line, JSON, ours over theirs: `vs_verifiers` (the cheapest of the versions given), `vs_skyrl_gym` (`template`: the
-row in which both end with the same record of the same episode), and the rows in which the bare loop does less beside it,
-`vs_skyrl_gym_text` and `vs_skyrl_gym_bytes`.
+Last line, JSON, ours over theirs: `vs_verifiers` (the cheapest of the versions given), `vs_skyrl_gym` (`template`: both
+end with the same record of the same episode), `vs_skyrl_gym_text` and `vs_skyrl_gym_bytes` (the bare loop does less).
 `--env` also shows what it costs to make an environment with tools and reset it.
 """
 
