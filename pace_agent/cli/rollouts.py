@@ -55,7 +55,9 @@ def open_runtime(config: RunConfig, folder: Path, *, start_over: bool) -> Runtim
 
 def _build_in_process(config: RunConfig, folder: Path, *, start_over: bool) -> Runtime:
     import torch
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # the trainer's process has the display
     torch.set_num_threads(config.engine.threads)
     return build_runtime(config, folder, start_over=start_over)
 

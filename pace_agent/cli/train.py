@@ -75,7 +75,7 @@ class Training:
                 self._train(rollouts, checkpoint, state, progress, writer)
                 outcome = rollouts.ask(end)
         except PaceError:
-            with suppress(PaceError):  # the rollout side may be what failed
+            with suppress(PaceError, OSError):  # the rollout side or the run folder may be what failed
                 self._write_outcome(rollouts.ask(end))
             raise
         finally:

@@ -39,7 +39,7 @@ class RuntimeHandle(Protocol):
         ...
 
     def stop(self) -> None:
-        """Ask the run to end; returns at once. Callable from a signal handler."""
+        """Ask the run to end; returns at once. Callable from a signal handler, at any time after `start`."""
 
     def close(self) -> None:
         """Cancel every rollout, close environments and engine. Closing twice is fine."""

@@ -3,20 +3,26 @@
 What always holds:
 
 * The child lives no longer than its parent: when the pipe closes it cancels every rollout, closes environments and
-  engine, and exits.
-* Ctrl-C and SIGTERM reach the parent alone, which decides; `stop` is a signal, so that it can be given while an answer
-  is awaited.
-* One question at a time, each with one answer. An exception there is raised here.
+  engine, and exits. What holds it longer than `CLOSE_SECONDS` is cut off.
+* Ctrl-C and SIGTERM are for the parent, which decides: from its first moment the child takes no notice of them.
+* `stop` is a signal, so that it can be given while an answer is awaited. It is never lost, however early it comes.
+* One question at a time, each with one answer. An exception there is raised here. After a start that failed there are
+  no questions: each raises what went wrong then.
 """
 
 import asyncio
 import multiprocessing
 import os
+import pickle
 import signal
+import threading
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pace_agent.engine.base import WeightSource
@@ -29,6 +35,8 @@ from pace_agent.types import Batch
 P = ParamSpec("P")
 T = TypeVar("T")
 CLOSE_SECONDS = 20.0
+IGNORED = (signal.SIGINT, signal.SIGTERM)
+STOP = signal.SIGUSR1
 
 
 class RuntimeProcess:
@@ -40,18 +48,32 @@ class RuntimeProcess:
         self._process = context.Process(target=_child, args=(theirs, build), name="pace-runtime")
         self._theirs = theirs
         self._starting = False
+        self._failure: PaceError | None = None
         self._closed = False
 
     def start(self, state: Mapping[str, Any] | None = None) -> None:
-        self._process.start()
+        resource_tracker.ensure_running()  # starting it changes the signal mask
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {*IGNORED, STOP})
+        try:
+            self._process.start()  # with signals held back until it has handlers for them
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._theirs.close()
         self._send((_start, (state,), {}))
         self._starting = True
 
     def started(self) -> None:
+        if self._process.pid is None:
+            raise RunError("the runtime was not started")
+        if self._failure is not None:
+            raise self._failure
         if self._starting:
             self._starting = False
-            self._receive()
+            try:
+                self._receive()
+            except PaceError as error:
+                self._failure = error
+                raise
 
     def begin(self) -> None:
         self.ask(handle.begin)
@@ -81,7 +103,7 @@ class RuntimeProcess:
 
     def stop(self) -> None:
         if self._process.pid is not None and self._process.is_alive():
-            os.kill(self._process.pid, signal.SIGUSR1)
+            os.kill(self._process.pid, STOP)
 
     def close(self) -> None:
         if self._closed:
@@ -89,10 +111,12 @@ class RuntimeProcess:
         self._closed = True
         self._connection.close()
         if self._process.pid is not None:
-            self._process.join(CLOSE_SECONDS)
-            if self._process.is_alive():
-                self._process.kill()
-                self._process.join()
+            try:
+                self._process.join(CLOSE_SECONDS)
+            finally:  # Ctrl-C while it closes: at once
+                if self._process.is_alive():
+                    self._process.kill()
+                    self._process.join()
 
     def _with_weights(self, question: Callable[[Runtime, WeightSource], Awaitable[T]], weights: WeightSource) -> T:
         """Tensors travel as a file in shared memory."""
@@ -132,10 +156,24 @@ async def _start(state: Mapping[str, Any] | None) -> None:
 
 
 def _child(connection: Connection, build: Callable[[], Runtime]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    for number in IGNORED:
+        signal.signal(number, _take_no_notice)
+    threading.Thread(target=_follow_parent, name="pace-parent", daemon=True).start()
     with suppress(asyncio.CancelledError):
         asyncio.run(_serve(connection, build))
+
+
+def _take_no_notice(number: int, frame: FrameType | None) -> None:
+    """Unlike SIG_IGN this is not handed down: what tools and sandboxes start can be terminated."""
+
+
+def _follow_parent() -> None:
+    """When the parent has ended, the pipe is closed and this process on its way out. Let nothing hold it for long."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    time.sleep(CLOSE_SECONDS)
+    os._exit(1)
 
 
 async def _serve(connection: Connection, build: Callable[[], Runtime]) -> None:
@@ -143,6 +181,8 @@ async def _serve(connection: Connection, build: Callable[[], Runtime]) -> None:
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
     assert main is not None
     inbox: asyncio.Queue[Any] = asyncio.Queue()
+    runtime: Runtime | None = None
+    stopping = False
 
     def read() -> None:
         try:
@@ -151,34 +191,58 @@ async def _serve(connection: Connection, build: Callable[[], Runtime]) -> None:
         except (EOFError, OSError):
             loop.remove_reader(connection.fileno())
             main.cancel()
+        except Exception as error:  # a question that can't be read has an answer too
+            inbox.put_nowait(error)
 
-    runtime: Runtime | None = None
+    def stop() -> None:
+        nonlocal stopping
+        stopping = True
+        if runtime is not None:
+            runtime.stop()
+
     loop.add_reader(connection.fileno(), read)
-    loop.add_signal_handler(signal.SIGUSR1, lambda: runtime.stop() if runtime is not None else None)
+    loop.add_signal_handler(STOP, stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*IGNORED, STOP})
     try:
         while True:
-            question, args, kwargs = await inbox.get()
+            message = await inbox.get()
             answer: tuple[bool, Any]
             try:
+                if isinstance(message, Exception):
+                    raise message
+                question, args, kwargs = message
                 if runtime is None:
                     runtime = build()
                     if args[0] is not None:
                         runtime.load_state_dict(args[0])
+                    if stopping:
+                        runtime.stop()
                     await runtime.start()
                     answer = (True, None)
                 else:
                     answer = (True, await question(runtime, *args, **kwargs))
             except Exception as error:
                 answer = (False, _portable(error))
-            connection.send(answer)
+            _send_answer(connection, answer)
     finally:
         if runtime is not None:
             await runtime.aclose()
 
 
+def _send_answer(connection: Connection, answer: tuple[bool, Any]) -> None:
+    try:
+        connection.send(answer)
+    except OSError:
+        pass  # the parent is gone, as the reader is about to learn
+    except Exception as error:  # it does not pickle, and nothing was sent
+        connection.send((False, _portable(error)))
+
+
 def _portable(error: Exception) -> PaceError:
-    """The error itself where it is ours, which pickles; else a RunError that tells it."""
+    """The error itself where it is one of this package's that pickles; else a RunError that tells it."""
     if isinstance(error, PaceError):
-        return error
+        with suppress(Exception):
+            pickle.loads(pickle.dumps(error))
+            return error
     traceback.print_exception(error)
     return RunError(f"{type(error).__name__}: {error}")

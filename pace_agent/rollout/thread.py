@@ -25,6 +25,7 @@ class RuntimeThread:
         self._thread = threading.Thread(target=self._serve, name="pace-runtime", daemon=True)
         self._starting: concurrent.futures.Future[None] | None = None
         self._runtime: Runtime | None = None
+        self._stopping = False
         self._closed = False
 
     def start(self, state: Mapping[str, Any] | None = None) -> None:
@@ -73,6 +74,7 @@ class RuntimeThread:
             raise
 
     def stop(self) -> None:
+        self._stopping = True  # for a runtime that is still being built
         if not self._closed and self._runtime is not None:
             self._loop.call_soon_threadsafe(self._runtime.stop)
 
@@ -93,6 +95,8 @@ class RuntimeThread:
         self._runtime = self._build()
         if state is not None:
             self._runtime.load_state_dict(state)
+        if self._stopping:
+            self._runtime.stop()
         await self._runtime.start()
 
     def _serve(self) -> None:
