@@ -161,7 +161,10 @@ class Training:
             save_total_limit=config.run.keep_checkpoints,
             disable_tqdm=True,
         )
-        model = AutoModelForCausalLM.from_pretrained(self.parts.model, dtype=getattr(torch, config.model.dtype))
+        try:
+            model = AutoModelForCausalLM.from_pretrained(self.parts.model, dtype=getattr(torch, config.model.dtype))
+        except Exception as error:  # of any kind: safetensors and torch have their own
+            raise UserError(f"model.path = {config.model.path!r} can't be loaded: {error}") from error
         return PaceTrainer(
             model,
             source=rollouts,
