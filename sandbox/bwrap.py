@@ -158,7 +158,6 @@ class Bwrap:
             ["--ro-bind", "/usr", "/usr", *_system_folders()],
             ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"],
             ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"],
-            *(["--ro-bind", folder, folder] for folder in self.interpreter.folders),
             ["--perms", "0444", "--ro-bind-data", str(_PASSWD_FD), "/etc/passwd"],
             ["--perms", "0444", "--ro-bind-data", str(_GROUP_FD), "/etc/group"],
             ["--perms", "0444", "--ro-bind-data", str(_HOSTS_FD), "/etc/hosts"],
@@ -167,6 +166,8 @@ class Bwrap:
             ["--size", str(spec.disk), "--perms", "1777", "--tmpfs", "/dev/shm", "--remount-ro", "/dev"],
             ["--size", str(spec.disk), "--perms", "1777", "--tmpfs", "/tmp"],
             ["--size", str(spec.disk), "--perms", "0755", "--tmpfs", "/box"],
+            # After the empty folders, or one of them would hide an interpreter that lives below /tmp.
+            *(["--ro-bind", folder, folder] for folder in self.interpreter.folders),
             ["--remount-ro", "/", "--chdir", "/box", "--seccomp", str(_SECCOMP_FD)],
         ]
         return [word for group in groups for word in group]

@@ -402,8 +402,8 @@ def test_a_stop_ends_the_running_step_with_a_checkpoint(tmp_path, tokenizer):
 
 
 def test_a_batch_of_another_size_is_refused(tmp_path, tokenizer):
-    trainer, _ = make_trainer(tmp_path, tokenizer, MemorySource([make_batch(0, size=12)]), max_steps=1)
-    with pytest.raises(RunError, match="12 trajectories; the trainer takes 8 x 2"):
+    trainer, _ = make_trainer(tmp_path, tokenizer, MemorySource([make_batch(0, size=17)]), max_steps=1)
+    with pytest.raises(RunError, match="17 trajectories; the trainer takes 2 to 8 x 2"):
         trainer.train()
 
 
