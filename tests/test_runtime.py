@@ -250,6 +250,17 @@ async def test_a_run_killed_before_its_first_checkpoint_starts_over_and_keeps_th
     }
 
 
+async def test_a_run_killed_before_its_first_draw_takes_a_new_number_the_next_time(tmp_path: Path) -> None:
+    """The ledger's log says nothing of that incarnation; what was moved aside for it does."""
+    for resumed in range(1, 4):
+        (tmp_path / "trajectories.jsonl").write_text('{"id": 0}\n')
+        made = Made(tmp_path)
+        made.runtime.start_over()
+        assert made.ledger.incarnation == resumed
+        made.runtime.journal.close()
+        made.runtime.ledger_log.close()
+
+
 async def test_every_task_of_an_epoch_is_tried_once_before_any_comes_again(tmp_path: Path) -> None:
     made = Made(tmp_path, tasks=6, policy="unfiltered", requeue=False)
     loop = await begin(made)

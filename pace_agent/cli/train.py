@@ -93,7 +93,9 @@ class Training:
         progress: Progress,
         writer: MetricsWriter,
     ) -> None:
-        rollouts.start(state)  # the engine loads while the trainer does
+        rollouts.start(state)  # in a process of its own the engine loads while the trainer does
+        if not self.config.engine.process:
+            rollouts.started()  # transformers can't load two models at once in one process
         trainer = self.trainer = self._build_trainer(rollouts, progress, writer)
         rollouts.started()
         if checkpoint is None:

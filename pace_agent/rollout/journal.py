@@ -100,6 +100,11 @@ class Journal:
         self._file.close()
 
 
+def rolled_back(path: Path) -> list[int]:
+    """The incarnations for which lines of this folder's journals were moved aside."""
+    return [int(aside.name.split(".")[-2]) for aside in path.parent.glob("rolled_back/*.*.jsonl")]
+
+
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a journal; a torn last line (a killed run) is left out."""
     with path.open(encoding="utf-8") as file:

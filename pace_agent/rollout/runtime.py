@@ -27,7 +27,7 @@ from pace_agent.errors import RunError
 from pace_agent.ledger import STALE, Ledger, State
 from pace_agent.pool import Draw, Entry, PacePool, Spans
 from pace_agent.rollout.episode import Episode, Player
-from pace_agent.rollout.journal import Journal, read_lines, record
+from pace_agent.rollout.journal import Journal, read_lines, record, rolled_back
 from pace_agent.rollout.window import StepWindow
 from pace_agent.tasks import TaskQueue, TaskRef
 from pace_agent.types import Batch, Sample, StopReason, Task, Trajectory
@@ -411,6 +411,7 @@ class Runtime:
     def _new_incarnation(self) -> int:
         """One more than any that this run folder has seen, in the surviving line or out of it."""
         seen: list[int] = [line["incarnation"] for line in read_lines(self.ledger_log.path)]
+        seen += rolled_back(self.journal.path)
         return max([self.ledger.incarnation, *(number + 1 for number in seen), 1])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -308,7 +308,7 @@ def share_weights(weights: Mapping[str, Any]) -> Path:
         tensors[name] = plain.clone() if plain.data_ptr() in seen else plain
         seen.add(plain.data_ptr())
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    fits = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > size * 1.1 + (1 << 20)
+    fits = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > size * 1.1 + (1 << 20)
     handle, name = tempfile.mkstemp(
         prefix="pace-weights-", suffix=".safetensors", dir=str(SHARED_MEMORY) if fits else None
     )
