@@ -299,6 +299,16 @@ async def test_stop_ends_a_wait_for_a_batch(tmp_path: Path) -> None:
     assert made.ledger.count(State.CANCELLED, "run_ended") == len(made.envs)
 
 
+async def test_a_rollout_cancelled_before_its_first_step_is_counted_too(tmp_path: Path) -> None:
+    made = Made(tmp_path)
+    await made.runtime.start()
+    made.runtime._open_group()
+    await made.runtime.aclose()
+    assert made.envs == []
+    assert made.ledger.count(State.CANCELLED, "run_ended") == 4
+    made.ledger.audit()
+
+
 async def test_a_thousand_rollouts_at_once(tmp_path: Path) -> None:
     made = Made(tmp_path, concurrency=1000, batch_size=400, delay=0.01, policy="unfiltered", capacity=4000)
     loop = await begin(made)

@@ -355,6 +355,8 @@ class Runtime:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # A task that is cancelled before its first step never runs a line of its own.
+        self.ledger.move_many(self.ledger.ids(State.RUNNING), State.CANCELLED, "run_ended")
         try:
             self._write_rest()
         finally:
