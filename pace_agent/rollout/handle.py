@@ -1,5 +1,6 @@
 """What a trainer holds of the runtime, wherever it runs: beside it in a thread, or in a process of its own."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -71,3 +72,30 @@ async def load_state_dict(runtime: Runtime, state: Mapping[str, Any]) -> None:
 
 async def end(runtime: Runtime) -> None:
     await runtime.aclose()
+
+
+class Asking(ABC):
+    """What every handle does by asking; where the runtime is, is up to `ask`."""
+
+    @abstractmethod
+    def ask(
+        self, question: Callable[Concatenate[Runtime, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T: ...
+
+    def begin(self) -> None:
+        self.ask(begin)
+
+    def next_batch(self) -> Batch | None:
+        return self.ask(next_batch)
+
+    def step_ended(self, weights: WeightSource) -> int:
+        return self.ask(step_ended, weights)
+
+    def publish(self, weights: WeightSource) -> None:
+        self.ask(publish, weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.ask(state_dict)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.ask(load_state_dict, state)

@@ -30,7 +30,6 @@ from pace_agent.engine.local.process import share_weights
 from pace_agent.errors import PaceError, RunError
 from pace_agent.rollout import handle
 from pace_agent.rollout.runtime import Runtime
-from pace_agent.types import Batch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,7 +38,7 @@ IGNORED = (signal.SIGINT, signal.SIGTERM)
 STOP = signal.SIGUSR1
 
 
-class RuntimeProcess:
+class RuntimeProcess(handle.Asking):
     """A `RuntimeHandle`. `build` makes the runtime in the child: a function of a module, or a partial of one."""
 
     def __init__(self, build: Callable[[], Runtime]) -> None:
@@ -75,23 +74,11 @@ class RuntimeProcess:
                 self._failure = error
                 raise
 
-    def begin(self) -> None:
-        self.ask(handle.begin)
-
-    def next_batch(self) -> Batch | None:
-        return self.ask(handle.next_batch)
-
     def step_ended(self, weights: WeightSource) -> int:
         return self._with_weights(handle.step_ended, weights)
 
     def publish(self, weights: WeightSource) -> None:
         self._with_weights(handle.publish, weights)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.ask(handle.state_dict)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.ask(handle.load_state_dict, state)
 
     def ask(self, question: Callable[Concatenate[Runtime, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         if self._closed:

@@ -6,17 +6,15 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from pace_agent.engine.base import WeightSource
 from pace_agent.errors import RunError
 from pace_agent.rollout import handle
 from pace_agent.rollout.runtime import Runtime
-from pace_agent.types import Batch
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class RuntimeThread:
+class RuntimeThread(handle.Asking):
     """A `RuntimeHandle`. `build` makes the runtime on the loop, so that everything it holds belongs to that loop."""
 
     def __init__(self, build: Callable[[], Runtime]) -> None:
@@ -36,24 +34,6 @@ class RuntimeThread:
         if self._starting is None:
             raise RunError("the runtime was not started")
         self._starting.result()
-
-    def begin(self) -> None:
-        self.ask(handle.begin)
-
-    def next_batch(self) -> Batch | None:
-        return self.ask(handle.next_batch)
-
-    def step_ended(self, weights: WeightSource) -> int:
-        return self.ask(handle.step_ended, weights)
-
-    def publish(self, weights: WeightSource) -> None:
-        self.ask(handle.publish, weights)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.ask(handle.state_dict)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.ask(handle.load_state_dict, state)
 
     def ask(self, question: Callable[Concatenate[Runtime, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         if self._closed:
