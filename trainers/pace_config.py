@@ -5,7 +5,7 @@ Loading this module loads TRL, which takes seconds: import it only where a train
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -120,12 +120,6 @@ def build_config(options: Mapping[str, Any], *, output_dir: Path | str, **decide
         return PaceConfig(**values)
     except (ValueError, TypeError, ImportError) as error:
         raise UserError(f"trainer options don't fit together: {error}") from error
-
-
-def default_of(name: str) -> Any:
-    """The default of an option of `PaceConfig`."""
-    option = next(f for f in fields(PaceConfig) if f.name == name)
-    return option.default if option.default_factory is MISSING else option.default_factory()
 
 
 def _checked(name: str, value: Any) -> Any:
