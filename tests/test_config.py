@@ -59,6 +59,15 @@ def test_later_sources_win(tmp_path: Path) -> None:
         (["--run.report_to", '["trackio"]'], "run.report_to", ["trackio"]),
         (["--env.tasks", "tasks.jsonl"], "env.tasks", "tasks.jsonl"),
         (["--pool.beta", "0.5", "--pool.beta", "0.25"], "pool.beta", 0.25),
+        (["--sglang.gpus", "0, 1", "--sglang.servers", "2"], "sglang.gpus", [0, 1]),
+        (["--sglang.gpus", "3"], "sglang.gpus", [3]),
+        (
+            ["--sglang.urls", "http://a:1/,http://b:1", "--sglang.update", "group"],
+            "sglang.urls",
+            ["http://a:1", "http://b:1"],
+        ),
+        (["--sglang.args=--dp-size,2"], "sglang.args", ["--dp-size", "2"]),
+        (["--sglang.colocate"], "sglang.colocate", True),
     ],
 )
 def test_command_line(arguments: list[str], key: str, value: object) -> None:
@@ -143,6 +152,25 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         (["--pool.target", "200", "--pool.capacity", "199"], ["lowest is 200"]),
         (["--pool.unit", "group", "--pool.target", "130"], ["pool.target = 130", "128 and 136"]),
         (["--sandbox.backend", "subprocess"], ["sandbox.backend", "sandbox.unsafe"]),
+        (["--engine.kind", "slang"], ["Did you mean 'sglang'?"]),
+        (["--sglang.gpus", "0,0", "--sglang.servers", "2"], ["sglang.gpus = [0, 0]", "names 0 more than once"]),
+        (["--sglang.gpus", "0,1,2", "--sglang.servers", "2"], ["are 3", "sglang.servers = 2", "needs 2"]),
+        (["--sglang.gpus", "one"], ["sglang.gpus", "integer"]),
+        (["--sglang.gpus", "-1"], ["sglang.gpus", "greater than or equal to 0"]),
+        (["--sglang.port", "65535", "--sglang.servers", "2"], ["sglang.port = 65535", "no room"]),
+        (["--sglang.urls", "http://localhost:1,http://localhost:1/"], ["http://localhost:1 more than once"]),
+        (["--sglang.urls", "http://localhost:1", "--sglang.servers", "2"], ["sglang.servers = 2", "sglang.urls"]),
+        (["--sglang.urls", "http://localhost:1", "--sglang.gpus", "0"], ["sglang.gpus = [0]", "sglang.urls"]),
+        (["--sglang.urls", "http://localhost:1", "--sglang.args=-x"], ["sglang.args = ['-x']", "sglang.urls"]),
+        (["--sglang.router_url", "http://localhost:1"], ["sglang.router_url", "needs sglang.urls"]),
+        (["--sglang.urls", "http://far:1"], ['sglang.update = "disk"', "sglang.weights_dir", "http://far:1"]),
+        (["--sglang.urls", "http://far:1", "--sglang.update", "tensor"], ["http://far:1 is not on this machine"]),
+        (
+            ["--sglang.urls", "http://far:1", "--sglang.colocate", "--pool.policy", "sync"],
+            ["sglang.colocate = true", "http://far:1"],
+        ),
+        (["--sglang.colocate", "--engine.kind", "sglang"], ["pool.policy = 'pace'", "sync"]),
+        (["--sglang.api_key_env", "sk-123"], ["name environment variables"]),
         (["--trainer.seed", "1"], ["trainer.seed", "run.seed"]),
         (["--trainer.max_steps", "0"], ["trainer.max_steps = 0", "at least 1"]),
         (["--trainer.learning_rate", "fast"], ["trainer.learning_rate = 'fast'", "number"]),
@@ -176,6 +204,44 @@ def test_missing_file(tmp_path: Path) -> None:
     assert "does not exist" in refusal(file=tmp_path / "no.toml")
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:1",
+        "ftp://a:1",
+        "http://",
+        "http://a:1/v1",
+        "http://a:1?x",
+        "http://me:key@a:1",
+        "http://a:b",
+        "http://a b",
+    ],
+)
+def test_what_is_no_address_of_a_server(url: str) -> None:
+    said = refusal("--sglang.urls", url)
+    assert f"sglang.urls: {url!r}" in said
+    assert "http://HOST:PORT" in said
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://localhost", "http://[::1]:8", "https://localhost:443"])
+def test_servers_on_this_machine_may_share_memory(url: str) -> None:
+    arguments = ["--engine.kind", "sglang", "--sglang.urls", url, "--sglang.update", "tensor", "--pool.policy", "sync"]
+    assert load_config(None, [*arguments, "--sglang.colocate"]).sglang.urls == [url]
+
+
+def test_far_servers_need_a_folder_that_they_see() -> None:
+    config = load_config(None, ["--sglang.urls", "http://far:1", "--sglang.weights_dir", "/shared"])
+    assert config.sglang.weights_dir == Path("/shared")
+
+
+def test_a_key_given_for_the_name_of_its_variable_is_not_shown() -> None:
+    assert "s3cret-key" not in refusal("--sglang.api_key_env", "s3cret-key")
+
+
+def test_the_local_engine_leaves_the_servers_settings_alone() -> None:
+    assert load_config(None, ["--sglang.colocate", "--sglang.servers", "4"]).engine.kind == "local"
+
+
 # Writing
 
 
@@ -194,6 +260,8 @@ def test_a_changed_config_reads_back(tmp_path: Path) -> None:
             },
             "rollout": {"max_context": None, "max_seconds": None, "max_tool_calls": 0},
             "pool": {"target": 200, "capacity": 512, "lam": 0.1},
+            "engine": {"kind": "sglang"},
+            "sglang": {"gpus": [0, 1], "servers": 2, "args": ["--dp-size", "1"], "weights_dir": Path("/w"), "port": 1},
             "trainer": {"learning_rate": 1e-5, "lr_scheduler_kwargs": {"power": 2.0}, "max_grad_norm": 1},
             "run": {"dir": Path("runs/x"), "report_to": ["trackio"]},
         }

@@ -13,6 +13,7 @@ from pace_agent.config.models import (
     SandboxSection,
 )
 from pace_agent.config.resume import check_resume, config_fingerprint
+from pace_agent.config.sglang import SglangSection
 from pace_agent.config.toml import dump_toml
 from pace_agent.config.trainer import trainer_options
 
@@ -26,6 +27,7 @@ __all__ = [
     "RunConfig",
     "RunSection",
     "SandboxSection",
+    "SglangSection",
     "build_config",
     "check_resume",
     "config_fingerprint",

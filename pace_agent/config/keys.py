@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from pace_agent.config.models import RunConfig, Section
+from pace_agent.config.models import RunConfig
+from pace_agent.config.section import Section
 from pace_agent.config.trainer import DEFAULTS
 
 ALIASES: Mapping[str, str] = {"model": "model.path", "env": "env.id", "seed": "run.seed", "run_dir": "run.dir"}

@@ -60,7 +60,8 @@ def _explain(details: ErrorDetails, origins: Mapping[str, str]) -> str:
         case "extra_forbidden":
             return f"unknown key {key!r}{where}.{suggestion(key)}"
         case "value_error":
-            return _with_origins(str(details["ctx"]["error"]), origins)
+            said = str(details["ctx"]["error"])
+            return _with_origins(said if "." not in key or key in said else f"{key}: {said}", origins)
         case "model_type" | "dict_type":
             return f"{key} = {value!r}{where}: must be a table, written as [{key}] with its keys below"
         case "literal_error":

@@ -9,42 +9,13 @@ What always holds:
 A field that may be empty is emptied by the word `"none"`, because TOML has no null.
 """
 
-from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from pace_agent.config.section import FolderPath, Positive, Seconds, Section
+from pace_agent.config.sglang import SglangSection, check_sglang
 from pace_agent.config.trainer import TrainerOptions, divisors
-
-Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
-FolderPath = Annotated[Path, Field(strict=False)]
-
-
-class Section(BaseModel):
-    """A table of the config file."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        validate_default=True,
-        use_attribute_docstrings=True,
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty_words(cls, data: Any) -> Any:
-        """Turn "none" into None where the field may be empty."""
-        if not isinstance(data, dict):
-            return data
-        fields = cls.model_fields
-        return {
-            key: None if value == "none" and key in fields and NoneType in get_args(fields[key].annotation) else value
-            for key, value in data.items()
-        }
 
 
 class EnvSection(Section):
@@ -78,8 +49,9 @@ class ModelSection(Section):
 class EngineSection(Section):
     """What generates tokens while the trainer works."""
 
-    kind: Literal["local"] = "local"
-    """`local`: transformers on this machine, with continuous batching."""
+    kind: Literal["local", "sglang"] = "local"
+    """`local`: transformers on this machine, with continuous batching. `sglang`: SGLang servers, as the section
+    `sglang` says; of the keys here only `process` and `context` count then."""
     process: bool = True
     """Play rollouts and generate in a process of their own, so that they overlap with training. false keeps them in a
     thread beside it, which is simpler to debug."""
@@ -217,6 +189,7 @@ class RunConfig(Section):
     env: EnvSection = Field(default_factory=EnvSection)
     model: ModelSection = Field(default_factory=ModelSection)
     engine: EngineSection = Field(default_factory=EngineSection)
+    sglang: SglangSection = Field(default_factory=SglangSection)
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     pool: PoolSection = Field(default_factory=PoolSection)
     sandbox: SandboxSection = Field(default_factory=SandboxSection)
@@ -251,6 +224,12 @@ class RunConfig(Section):
             raise ValueError(
                 'sandbox.backend = "subprocess" isolates nothing: the model\'s code would run with your rights. '
                 'Set sandbox.backend = "bwrap", or sandbox.unsafe = true if that is what you want'
+            )
+        check_sglang(self.sglang)
+        if self.engine.kind == "sglang" and self.sglang.colocate and pool.policy != "sync":
+            raise ValueError(
+                f"sglang.colocate = true with pool.policy = {pool.policy!r}: servers that give their memory to the "
+                'trainer can\'t generate meanwhile. Set pool.policy = "sync", or give the servers GPUs of their own'
             )
         return self
 

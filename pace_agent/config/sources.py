@@ -123,7 +123,10 @@ def read_text(key: str, text: str, origin: str) -> Any:
     if str in kinds or Path in kinds:
         return text
     if list in kinds:
-        return _literal(text) if text.startswith("[") else [part.strip() for part in text.split(",") if part.strip()]
+        if text.startswith("["):
+            return _literal(text)
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        return parts if str in get_args(FIELDS[key].annotation) else [_literal(part) for part in parts]
     return _literal(text)
 
 
