@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from pace_agent.errors import EngineError
 from pace_agent.types import Finish, VersionSpan
 
 WeightSource = Path | Mapping[str, Any]
@@ -81,6 +82,12 @@ class EngineStats:
     running: int = 0
     stale_tokens: int = 0
     """Tokens sampled over a cache that older weights filled: 0 unless an engine was told to keep it."""
+    out_seconds: float = 0.0
+    """How long nothing could be sampled because no server was there."""
+
+
+class UpdateRefused(EngineError):
+    """A part of the engine could not take new weights and is out; the rest has the old ones, and can be asked again."""
 
 
 class Engine(Protocol):

@@ -14,8 +14,8 @@ from typing import Any
 
 from pace_agent.engine.base import EngineInfo, EngineStats, Generation, GenerationRequest, WeightSource
 from pace_agent.engine.local.slots import Outcome, SlotDecoder, StaleCache
-from pace_agent.engine.local.times import Times
 from pace_agent.engine.local.weights import load_model, read_weights
+from pace_agent.engine.times import Times
 from pace_agent.errors import EngineError
 
 

@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from pace_agent.engine.base import EngineInfo, EngineStats, Generation, GenerationRequest, WeightSource
 from pace_agent.engine.local import wire
-from pace_agent.engine.local.times import Times
+from pace_agent.engine.times import Times
 from pace_agent.errors import EngineError
 
 BOOT = """
