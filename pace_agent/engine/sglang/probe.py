@@ -1,0 +1,79 @@
+"""What a server is asked before it may serve: whether the keys fit, what it serves, and with which weights."""
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from pace_agent.engine.sglang.client import OLDEST, Refused, ServerClient, Unreachable
+from pace_agent.errors import EngineError
+
+ANSWER_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """`context_length` counts prompt and answer together. `dtype` is as the server was told, so it may be "auto"."""
+
+    context_length: int
+    architectures: tuple[str, ...]
+    dtype: str
+    sglang: str
+
+
+async def check_server(client: ServerClient, version: int, architecture: str | None) -> Facts:
+    """Learn what a server is, let it go on if it was left paused, and make `version` the name of its weights.
+
+    EngineError says what keeps it from serving: no answer, a key, its age, its model.
+    """
+    try:
+        model, server, models = await asyncio.gather(
+            *(client.get(path, timeout=ANSWER_SECONDS) for path in ("/model_info", "/server_info", "/v1/models"))
+        )
+    except Unreachable as error:
+        raise EngineError(f"{error}. Is the server running? `pace-agent serve` starts one") from error
+    facts = _facts(client.url, model, server, models)
+    if architecture is not None and facts.architectures and architecture not in facts.architectures:
+        raise EngineError(
+            f"{client.url} serves {model['model_path']}, a {facts.architectures[0]}; the model of this run is a "
+            f"{architecture}: start the server with that model"
+        )
+    if int(server.get("dp_size") or 1) != 1:
+        raise EngineError(
+            f"{client.url} runs with --dp-size {server['dp_size']}, which takes no weight updates: start as many servers"
+        )
+    # Unknown ids are fine, so this asks for nothing but whether the key opens control.
+    await client.post("/abort_request", {"rid": secrets.token_hex(12)}, timeout=ANSWER_SECONDS)
+    await client.post("/continue_generation", {}, timeout=ANSWER_SECONDS)
+    if model["weight_version"] != str(version):
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await client.post("/update_weight_version", body, timeout=ANSWER_SECONDS)
+    return facts
+
+
+def _facts(url: str, model: dict[str, Any], server: dict[str, Any], models: dict[str, Any]) -> Facts:
+    try:
+        return Facts(
+            context_length=int(models["data"][0]["max_model_len"]),
+            architectures=tuple(model.get("architectures") or ()),
+            dtype=str(server["dtype"]),
+            sglang=str(server["version"]),
+        )
+    except (KeyError, IndexError, TypeError) as error:
+        raise EngineError(
+            f"{url} does not tell its {error.args[0]!r}: its SGLang {server.get('version', '')} is older than {OLDEST}"
+        ) from error
+
+
+async def reported_version(client: ServerClient, timeout: float) -> str:
+    """The version of the weights that a server says it has."""
+    answer = await client.get("/model_info", timeout=timeout)
+    return str(answer.get("weight_version"))
+
+
+async def generates(client: ServerClient, timeout: float) -> None:
+    """Let the server produce a token: its HTTP side answers long after its scheduler died. EngineError if it can't."""
+    try:
+        await client.get("/health_generate", timeout=timeout)
+    except Refused as error:
+        raise EngineError(f"{client.url} answers, but produces no token") from error
