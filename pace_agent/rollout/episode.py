@@ -3,20 +3,22 @@
 What always holds:
 
 * The environment is closed exactly once, however the rollout ends.
-* Whatever goes wrong inside becomes the trajectory's `stop` and `error`; only cancellation rises.
+* Whatever goes wrong inside becomes the trajectory's `stop` and `error`; only cancellation rises, and a RunError, which
+  says that no rollout can go on.
 * The sequence never outgrows `limits.context`; environment text that would is not added.
 * A turn that a length limit cut off is never executed.
 """
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from pace_agent.clock import Clock, WallClock
 from pace_agent.engine.base import Engine, Generation, GenerationRequest, SamplingParams
-from pace_agent.errors import EngineError, EnvironmentFault, GraderError, PaceError, layer_of
+from pace_agent.errors import EngineError, EnvironmentFault, GraderError, PaceError, RunError, layer_of
 from pace_agent.rollout.adapter import AsyncEnv
 from pace_agent.rollout.limits import Limits
 from pace_agent.types import Message, StopReason, Task, Trajectory, Turn
@@ -70,12 +72,14 @@ class Player:
         error: str | None = None
         try:
             try:
-                async with asyncio.timeout(self.limits.seconds):
+                async with self._time_limit():
                     stop = await rollout.run()
             except TimeoutError:
                 stop = StopReason.TRUNCATED_TIME
             finally:
                 await _finish(rollout.aclose())
+        except RunError:
+            raise  # not this rollout failed
         except Exception as exc:
             stop, error = layer_of(exc), f"{type(exc).__name__}: {exc}"
         if stop.completed and not any(turn.output_ids for turn in rollout.turns):
@@ -96,6 +100,31 @@ class Player:
             started_at=started,
             completed_at=self.clock.now(),
         )
+
+    @asynccontextmanager
+    async def _time_limit(self) -> AsyncIterator[None]:
+        """TimeoutError after `limits.seconds`. Time in which the engine had nothing to sample with does not count."""
+        limit, loop = self.limits.seconds, asyncio.get_running_loop()
+        if limit is None:
+            yield
+            return
+        began = loop.time() - self.engine.stats().out_seconds
+
+        async with asyncio.timeout(None) as timeout:
+
+            def look() -> None:
+                nonlocal handle
+                left = limit + self.engine.stats().out_seconds - (loop.time() - began)
+                if left > 0:
+                    handle = loop.call_later(left, look)
+                else:
+                    timeout.reschedule(loop.time())
+
+            handle = loop.call_later(limit, look)
+            try:
+                yield
+            finally:
+                handle.cancel()
 
 
 class _Rollout:

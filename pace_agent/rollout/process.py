@@ -8,9 +8,11 @@ What always holds:
 * `stop` is a signal, so that it can be given while an answer is awaited. It is never lost, however early it comes.
 * One question at a time, each with one answer. An exception there is raised here. After a start that failed there are
   no questions: each raises what went wrong then.
+* What is logged there is logged here, while an answer is awaited.
 """
 
 import asyncio
+import logging
 import multiprocessing
 import os
 import pickle
@@ -36,6 +38,8 @@ T = TypeVar("T")
 CLOSE_SECONDS = 20.0
 IGNORED = (signal.SIGINT, signal.SIGTERM)
 STOP = signal.SIGUSR1
+LOGS_PER_ANSWER = 100
+"""More would fill the pipe while nobody reads it."""
 
 
 class RuntimeProcess(handle.Asking):
@@ -122,13 +126,17 @@ class RuntimeProcess(handle.Asking):
             raise self._died() from error
 
     def _receive(self) -> Any:
-        try:
-            good, value = self._connection.recv()
-        except (EOFError, OSError) as error:
-            raise self._died() from error
-        if good:
-            return value
-        raise value
+        while True:
+            try:
+                kind, value = self._connection.recv()
+            except (EOFError, OSError) as error:
+                raise self._died() from error
+            if kind == "answer":
+                return value
+            if kind == "error":
+                raise value
+            name, level, message = value
+            logging.getLogger(name).log(level, "%s", message)
 
     def _died(self) -> RunError:
         self._process.join(5.0)
@@ -187,13 +195,15 @@ async def _serve(connection: Connection, build: Callable[[], Runtime]) -> None:
         if runtime is not None:
             runtime.stop()
 
+    logs = _Logs(connection, loop)
+    logging.getLogger("pace_agent").addHandler(logs)
     loop.add_reader(connection.fileno(), read)
     loop.add_signal_handler(STOP, stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*IGNORED, STOP})
     try:
         while True:
             message = await inbox.get()
-            answer: tuple[bool, Any]
+            answer: tuple[str, Any]
             try:
                 if isinstance(message, Exception):
                     raise message
@@ -205,24 +215,44 @@ async def _serve(connection: Connection, build: Callable[[], Runtime]) -> None:
                     if stopping:
                         runtime.stop()
                     await runtime.start()
-                    answer = (True, None)
+                    answer = ("answer", None)
                 else:
-                    answer = (True, await question(runtime, *args, **kwargs))
+                    answer = ("answer", await question(runtime, *args, **kwargs))
             except Exception as error:
-                answer = (False, _portable(error))
+                answer = ("error", _portable(error))
+            logs.sent = 0
             _send_answer(connection, answer)
     finally:
         if runtime is not None:
             await runtime.aclose()
 
 
-def _send_answer(connection: Connection, answer: tuple[bool, Any]) -> None:
+class _Logs(logging.Handler):
+    """Sends warnings to the parent, which shows them. `sent` counts those since the last answer."""
+
+    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(logging.WARNING)
+        self.sent = 0
+        self._connection = connection
+        self._loop = loop
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._loop.call_soon_threadsafe(self._send, record.name, record.levelno, record.getMessage())
+
+    def _send(self, name: str, level: int, message: str) -> None:
+        self.sent += 1
+        if self.sent <= LOGS_PER_ANSWER:
+            with suppress(OSError):  # the parent is gone
+                self._connection.send(("log", (name, level, message[:500])))
+
+
+def _send_answer(connection: Connection, answer: tuple[str, Any]) -> None:
     try:
         connection.send(answer)
     except OSError:
         pass  # the parent is gone, as the reader is about to learn
     except Exception as error:  # it does not pickle, and nothing was sent
-        connection.send((False, _portable(error)))
+        connection.send(("error", _portable(error)))
 
 
 def _portable(error: Exception) -> PaceError:

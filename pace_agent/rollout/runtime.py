@@ -15,6 +15,7 @@ What always holds:
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 from pace_agent.clock import Clock, WallClock
-from pace_agent.engine.base import Engine, EngineInfo, WeightSource
+from pace_agent.engine.base import Engine, EngineInfo, UpdateRefused, WeightSource
 from pace_agent.errors import RunError
 from pace_agent.ledger import STALE, Ledger, State
 from pace_agent.pool import Draw, Entry, PacePool, Spans
@@ -31,6 +32,8 @@ from pace_agent.rollout.journal import Journal, read_lines, record, rolled_back
 from pace_agent.rollout.window import StepWindow
 from pace_agent.tasks import TaskQueue, TaskRef
 from pace_agent.types import Batch, Sample, StopReason, Task, Trajectory
+
+log = logging.getLogger(__name__)
 
 
 class Closable(Protocol):
@@ -184,7 +187,11 @@ class Runtime:
         """Swap the engine's weights between two tokens; interrupted rollouts go on from the tokens they have."""
         await self.engine.pause()
         try:
-            await self.engine.update_weights(weights, version)
+            try:
+                await self.engine.update_weights(weights, version)
+            except UpdateRefused as refused:  # by servers that are out now; once more, for the others
+                log.warning("%s", refused)
+                await self.engine.update_weights(weights, version)
             self.version = version
         finally:
             await self.engine.resume()
