@@ -63,7 +63,10 @@ class Settings(Protocol):
     """What the front end needs of the server around it."""
 
     model_path: str
+    first_version: str
     context_length: int
+    incremental: bool
+    stream_interval: int
     update_seconds: float
     health_seconds: float
     abort_poll_seconds: float
@@ -415,22 +418,7 @@ class Control:
         if path == "/v1/loads":
             return self._loads()
         if path == "/server_info":
-            return {
-                "model_path": self.server.model_path,
-                "served_model_name": self.server.model_path,
-                "weight_version": "0",
-                "context_length": None,
-                "skip_tokenizer_init": True,
-                "dp_size": 1,
-                "tp_size": 1,
-                "device": "cpu",
-                "status": "ready",
-                "max_total_num_tokens": 8192,
-                "max_req_input_len": self.server.context_length - 6,
-                "internal_states": [{}],
-                "version": "0.5.23",
-                "frontend": "python",
-            }
+            return self._server_info()
         return {
             "model_path": self.path,
             "served_model_name": self.path,
@@ -446,7 +434,41 @@ class Control:
             "has_audio_understanding": False,
             "model_type": "qwen3",
             "architectures": ["Qwen3ForCausalLM"],
-            "embedding": {"family": "none", "enabled": False},
+        }
+
+    def _server_info(self) -> dict[str, Any]:
+        """The arguments of the start, which no update changes, and what the scheduler knows."""
+        server = self.server
+        return {
+            "model_path": server.model_path,
+            "tokenizer_path": server.model_path,
+            "served_model_name": server.model_path,
+            "status": "ready",
+            "version": "0.5.23",
+            "weight_version": server.first_version,
+            "device": "cpu",
+            "dtype": "bfloat16",
+            "quantization": None,
+            "context_length": None,
+            "max_total_num_tokens": 8192,
+            "max_req_input_len": server.context_length - 6,
+            "max_total_tokens": 8192,
+            "max_running_requests": None,
+            "skip_tokenizer_init": True,
+            "incremental_streaming_output": server.incremental,
+            "stream_interval": server.stream_interval,
+            "tp_size": 1,
+            "dp_size": 1,
+            "random_seed": 1,
+            "load_format": "auto",
+            "internal_states": [
+                {
+                    "weight_version": self.scheduler.version,
+                    "last_gen_throughput": 0.0,
+                    "memory_usage": {},
+                    "effective_max_running_requests_per_dp": self.scheduler.settings.max_running,
+                }
+            ],
         }
 
     def _loads(self) -> dict[str, Any]:

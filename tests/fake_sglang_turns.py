@@ -303,16 +303,16 @@ def chunk(turn: Turn, version: str, *, incremental: bool, versions: bool) -> str
     if not turn.answered:
         turn.answered = True
         late += f',"response_sent_to_client_ts":{time.time():.6f}'
+    if turn.from_queue and incremental:  # this chunk alone repeats the last id, and every log-probability
+        ids = str(turn.ids[turn.sent - 1]) if turn.sent else ""
+        logprobs = ",".join(turn.logprobs[: turn.sent])
     probabilities = ""
     if turn.wants_logprobs:
         probabilities = (
             f',"input_token_logprobs":[],"output_token_logprobs":[{logprobs}]'
             f',"output_token_logprobs_length":{turn.sent}'
         )
-    if turn.from_queue:
-        # Shorter than the others: what the front end makes up by itself for a turn that never came back.
-        if incremental:
-            ids = str(turn.ids[turn.sent - 1]) if turn.sent else ""
+    if turn.from_queue:  # what the front end makes up by itself for a turn that never came back
         meta.append(f'"weight_version":{json.dumps(version)}{late}{stamps}{probabilities}')
         meta.append(f'"completion_tokens":{turn.sent}')
         return f'{{"text":"","output_ids":[{ids}],"meta_info":{{{",".join(meta)}}}}}'
