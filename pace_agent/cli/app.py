@@ -3,15 +3,18 @@
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from pace_agent import __version__
 from pace_agent.cli.configs import eval_config, read_config, resumed_config
 
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Commands that take `--section.key value` for any key of the configuration."""
+
+PASSED_ON = "pace_agent.passed_on"
 
 SETTINGS_HELP = (
     "Any setting can follow as [bold]--section.key VALUE[/]. "
@@ -122,6 +125,48 @@ def rollout(
     from pace_agent.cli.rollout import run
 
     run(model, settings, seed=seed, temperature=temperature)
+
+
+class PassingOn(TyperCommand):
+    """A command that leaves everything after `--` alone, for another program."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        cut = args.index("--") if "--" in args else len(args)
+        ctx.meta[PASSED_ON] = args[cut + 1 :]
+        return super().parse_args(ctx, args[:cut])
+
+
+@app.command(cls=PassingOn, context_settings=SETTINGS, epilog=SETTINGS_HELP)
+def serve(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A model folder, a run folder, or `embedded`.", show_default=False),
+    ],
+    config: ConfigFile = None,
+    servers: Annotated[int | None, typer.Option(metavar="N", help="How many to start.", show_default="1")] = None,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Their GPUs, such as 0,1.", show_default=False)
+    ] = None,
+    tp: Annotated[int | None, typer.Option(metavar="N", help="GPUs of each server.", show_default="1")] = None,
+    device: Annotated[str | None, typer.Option(metavar="DEVICE", help="cuda or cpu.", show_default="cuda")] = None,
+    port: Annotated[int | None, typer.Option(help="Of the first server.", show_default="any free one")] = None,
+    router: Annotated[
+        str | None, typer.Option(metavar="NAME", help="sglang-router or smg, in front of them.", show_default=False)
+    ] = None,
+) -> None:
+    """Start SGLang servers for a model, and keep them running until Ctrl-C.
+
+    They listen on this machine alone, with keys. What follows [bold]--[/] goes to SGLang.
+
+    [dim]pace-agent serve ./my-model --gpus 1,2 --tp 2
+    pace-agent serve embedded --device cpu
+    pace-agent serve ./my-model --servers 2 --router smg -- --mem-fraction-static 0.8[/]
+    """
+    from pace_agent.cli.serve import run, serve_settings
+
+    own = serve_settings(servers, gpus, tp, device, port, router, context.meta[PASSED_ON])
+    run(model, read_config(config, [*own, *context.args], os.environ))
 
 
 @env_app.command("list")

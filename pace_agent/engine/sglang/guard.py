@@ -17,7 +17,6 @@ import os
 import select
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -37,7 +36,8 @@ def main() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, ask_to_stop)
-    order = json.loads(sys.stdin.buffer.raw.readline())  # type: ignore[attr-defined]  # unbuffered: select sees the rest
+    with open(0, "rb", buffering=0, closefd=False) as unbuffered:  # `select` sees what follows the line
+        order = json.loads(unbuffered.readline())
     secret = write_secret(order["secret"]) if order["secret"] else None
     command = [f"{secret}/secret.yaml" if part == SECRET_PATH else part for part in order["command"]]
     pid = start(command, order["environment"], order["log"])

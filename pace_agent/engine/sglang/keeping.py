@@ -2,9 +2,11 @@
 
 import http.client
 import logging
+import os
 import random
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -154,6 +156,16 @@ def close_all(processes: Sequence[KeptProcess]) -> None:
         process.ask_to_close()
     for process in processes:
         process.join()
+
+
+def environment_for(python: str, hidden: Sequence[str] = ()) -> dict[str, str]:
+    """The environment of this process for the interpreter `python`, without the variables `hidden`."""
+    if python != sys.executable:
+        # A path that is meant for this interpreter would lay its packages over those of another one.
+        hidden = (*hidden, "PYTHONPATH", "PYTHONHOME")
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    # Modules of the working folder must not take the place of installed ones.
+    return {**kept, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def has_module(python: str, module: str, environment: Mapping[str, str]) -> bool:

@@ -3,7 +3,8 @@
 What always holds:
 
 * They listen on the loopback interface alone, and every call needs a key, which no list of processes shows. SGLang
-  writes its keys to its log: only this user may read that.
+  writes them to its log, which only this user may read; and its `/server_info` tells the admin key to whoever has the
+  API key: the two keep honest callers apart, no others.
 * They end with the process that started them, however that ends.
 * A server that ends on its own is started again on its port, with the weights of its model folder: whoever sends it
   work must look at its weight version first. One that keeps ending is given up.
@@ -20,7 +21,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
-from pace_agent.engine.sglang.keeping import KeptProcess, close_all, free_ports, has_module, status_of, wait_ready
+from pace_agent.engine.sglang.keeping import (
+    KeptProcess,
+    close_all,
+    environment_for,
+    free_ports,
+    has_module,
+    status_of,
+    wait_ready,
+)
 from pace_agent.engine.sglang.processes import SECRET_PATH
 from pace_agent.errors import UserError
 
@@ -226,12 +235,9 @@ def _share(options: ServerOptions, index: int) -> tuple[int, ...]:
 
 
 def _environment(options: ServerOptions, index: int) -> dict[str, str]:
-    """That of this process, without its keys, so that none of the servers' own children gets them."""
-    # A path for this interpreter would lay its packages over those of another one.
-    hidden = (options.api_key_env, options.admin_key_env, *(("PYTHONPATH", "PYTHONHOME") if options.python else ()))
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    environment |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    # Modules of the working folder must not take the place of the server's.
+    """That of the server `index`."""
+    environment = environment_for(options.interpreter, hidden=(options.api_key_env, options.admin_key_env))
+    environment["HF_HUB_OFFLINE"] = "1"  # the model is a folder
     if options.device == "cpu":
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     elif options.gpus:

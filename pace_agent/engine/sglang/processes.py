@@ -35,7 +35,6 @@ class GuardedProcess:
         environment: Mapping[str, str],
         log: Path,
         secret: str = "",
-        grace: float = GRACE_SECONDS,
     ) -> None:
         self.pid: int | None = None
         self.exit_code: int | None = None
@@ -53,7 +52,7 @@ class GuardedProcess:
             "command": list(command),
             "environment": dict(environment),
             "log": str(log),
-            "grace": grace,
+            "grace": GRACE_SECONDS,
             "owner": os.getpid(),
             "secret": secret,
         }

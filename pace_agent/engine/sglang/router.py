@@ -17,7 +17,6 @@ token, which a paused server can't.
 """
 
 import asyncio
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,15 @@ from typing import Any, Literal
 
 import httpx
 
-from pace_agent.engine.sglang.keeping import KeptProcess, close_all, free_ports, has_module, status_of, wait_ready
+from pace_agent.engine.sglang.keeping import (
+    KeptProcess,
+    close_all,
+    environment_for,
+    free_ports,
+    has_module,
+    status_of,
+    wait_ready,
+)
 from pace_agent.errors import EngineError, UserError
 
 RouterKind = Literal["sglang-router", "smg"]
@@ -60,18 +67,18 @@ class Router:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.pid_of: KeptProcess | None = None
+        self._kept: KeptProcess | None = None
         self._workers: dict[str, None] = {}
 
     @property
     def pid(self) -> int | None:
         """Of the router's process, where it was started here and runs."""
-        return self.pid_of.pid if self.pid_of else None
+        return self._kept.pid if self._kept else None
 
     @property
     def given_up(self) -> bool:
         """Whether it ended too often to be started again."""
-        return self.pid_of is not None and self.pid_of.gone
+        return self._kept is not None and self._kept.gone
 
     def headers(self, routing_key: str) -> dict[str, str]:
         """What keeps requests with the same `routing_key` on one worker."""
@@ -119,7 +126,9 @@ class Router:
             async with httpx.AsyncClient(trust_env=False, timeout=CALL_SECONDS) as client:
                 response = await client.request(method, self.url + path, json=body)
         except httpx.HTTPError as error:
-            raise EngineError(f"the router {self.url} can't be reached: {error or type(error).__name__}") from error
+            raise EngineError(
+                f"the router {self.url} can't be reached: {str(error) or type(error).__name__}"
+            ) from error
         status = response.status_code
         if status in (401, 403):
             raise EngineError(
@@ -135,8 +144,8 @@ class Router:
 
     def close(self) -> None:
         """Stop it, where it was started here."""
-        if self.pid_of is not None:
-            close_all([self.pid_of])
+        if self._kept is not None:
+            close_all([self._kept])
 
 
 def attach_router(url: str) -> Router:
@@ -155,16 +164,14 @@ def start_router(kind: RouterKind, log_folder: Path, *, python: str, port: int =
         UserError: it isn't installed there, or the port is taken.
         RunError: it ended, or didn't answer in time.
     """
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-    for name in ("PYTHONPATH", "PYTHONHOME"):
-        environment.pop(name, None)
+    environment = environment_for(python)
     if not has_module(python, KINDS[kind].module, environment):
         raise UserError(f'sglang.router = "{kind}": {python} does not have it. Install it there: pip install {kind}')
     chosen = free_ports(1, port)[0]
     metrics = free_ports(1)[0]
     router = Router(f"http://127.0.0.1:{chosen}")
     log_folder.mkdir(parents=True, exist_ok=True)
-    kept = router.pid_of = KeptProcess(
+    kept = router._kept = KeptProcess(
         f"the router {router.url}",
         lambda: router_command(kind, python, chosen, metrics, tuple(router._workers)),
         is_ready=partial(_answers, chosen),
