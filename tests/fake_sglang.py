@@ -105,17 +105,24 @@ class FakeServer:
         api_key: str = "",
         admin_key: str = "",
         model_path: str = "/models/tiny",
+        architecture: str = "Qwen3ForCausalLM",
+        sglang_version: str = "0.5.23",
+        dp_size: int = 1,
         stop_after: int | None = None,
         stop_rate: float = 0.0,
         update_seconds: float = 0.0,
         health_seconds: float = 20.0,
         check_paths: bool = False,
+        keepalive_seconds: float = 30.0,
     ) -> None:
         self.port, self.first_version, self.vocab_size, self.context_length = port, version, vocab_size, context_length
         self.eos_token_id, self.token_seconds, self.stream_interval = eos_token_id, token_seconds, stream_interval
         self.incremental, self.max_running, self.api_key, self.admin_key = incremental, max_running, api_key, admin_key
         self.model_path, self.stop_after, self.stop_rate = model_path, stop_after, stop_rate
+        self.architecture, self.sglang_version, self.dp_size = architecture, sglang_version, dp_size
         self.update_seconds, self.health_seconds, self.check_paths = update_seconds, health_seconds, check_paths
+        # The real one closes idle connections after 5 s, but, unlike this one, not those that nothing came over yet.
+        self.keepalive_seconds = keepalive_seconds
         self.disconnect_seconds = 4.0
         self.reuse_seconds = 2.0
         self.abort_poll_seconds = 1.0
@@ -174,9 +181,9 @@ class FakeServer:
 
     def state(self) -> dict[str, Any]:
         """The counters as JSON, for when the server is a process."""
-        names = ("version", "paused", "running", "gated", "streams", "peak_streams", "connections", "peak_connections")
+        names = "version paused running gated streams peak_streams connections peak_connections deaths"
         return {
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in names.split()},
             "requests": sum(map(len, self.requests.values())),
             "finished": sum(bool(seen.finish) for many in self.requests.values() for seen in many),
             "rids": len(self.requests),
@@ -194,17 +201,21 @@ class FakeServer:
         """Listen; after `die()` on the same port, with the version that it was made with."""
         self.scheduler = Scheduler(self, self.first_version)
         self.control = Control(self, self.scheduler)
-        self._web = web.Server(self._handle, handler_cancellation=True, access_log=None, keepalive_timeout=5.0)  # type: ignore[arg-type]
+        self._web = web.Server(
+            self._handle, handler_cancellation=True, access_log=None, keepalive_timeout=self.keepalive_seconds
+        )
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(self._web, "127.0.0.1", self.port, backlog=4096)
         self.port = self._listener.sockets[0].getsockname()[1]
-        self._spawn(self._ticking(self.scheduler))
         self.alive = True
+        self._spawn(self.scheduler.run()).add_done_callback(self._ticked)
 
     restart = start
 
-    async def _ticking(self, scheduler: Scheduler) -> None:
-        await scheduler.run()
+    def _ticked(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.kill()
+            raise error
 
     def kill(self) -> None:
         """The process is gone: the port is closed, and every connection cut."""
@@ -253,7 +264,10 @@ class FakeServer:
     # -- one HTTP request ----------------------------------------------------------------------------------------
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        response = await self._answer(request)
+        try:
+            response = await self._answer(request)
+        except ConnectionError:  # the client left before or while it was answered
+            return _cut(request)
         self.statuses[response.status] += 1
         return response
 
@@ -429,7 +443,7 @@ class FakeServer:
         except asyncio.CancelledError:
             work.add_done_callback(lambda task: task.cancelled() or task.exception())
             if self.alive:
-                self._later(self.disconnect_seconds, lambda: turn.dispatched and control.abort(turn.rid))
+                self._later(self.disconnect_seconds, lambda: control.abort(turn.rid) if turn.dispatched else None)
             raise
         except ValueError as error:
             return web.json_response({"error": {"message": str(error)}}, status=400)

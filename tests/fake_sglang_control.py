@@ -64,6 +64,9 @@ class Settings(Protocol):
 
     model_path: str
     first_version: str
+    architecture: str
+    sglang_version: str
+    dp_size: int
     context_length: int
     incremental: bool
     stream_interval: int
@@ -364,7 +367,7 @@ class Control:
         if body.get("abort_all_requests", True):
             self.abort("", everything=True)
         self.version = body["new_version"]
-        self.scheduler.set_version(self.version)
+        self.scheduler.set_version(self.version, weights=False)
         message = f"Weight version updated to {self.version}"
         return web.json_response({"success": True, "message": message, "new_version": self.version})
 
@@ -433,7 +436,7 @@ class Control:
             "has_image_understanding": False,
             "has_audio_understanding": False,
             "model_type": "qwen3",
-            "architectures": ["Qwen3ForCausalLM"],
+            "architectures": [self.server.architecture],
         }
 
     def _server_info(self) -> dict[str, Any]:
@@ -444,7 +447,7 @@ class Control:
             "tokenizer_path": server.model_path,
             "served_model_name": server.model_path,
             "status": "ready",
-            "version": "0.5.23",
+            "version": server.sglang_version,
             "weight_version": server.first_version,
             "device": "cpu",
             "dtype": "bfloat16",
@@ -458,7 +461,7 @@ class Control:
             "incremental_streaming_output": server.incremental,
             "stream_interval": server.stream_interval,
             "tp_size": 1,
-            "dp_size": 1,
+            "dp_size": server.dp_size,
             "random_seed": 1,
             "load_format": "auto",
             "internal_states": [

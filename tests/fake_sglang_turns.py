@@ -262,17 +262,18 @@ class Scheduler:
         self.paused = False
         self._work.set()
 
-    def set_version(self, version: str | None) -> None:
-        """The weights changed: stamp what was sampled by the old ones."""
+    def set_version(self, version: str | None, *, weights: bool = True) -> None:
+        """Other weights (or only another name for them): stamp what was sampled under the old name."""
         if version is None or version == self.version:
             return
         for turn in [*self.running, *self.waiting]:
             if turn.ids:
                 turn.changes.append((self.version, len(turn.ids)))
         self.version = version
-        for turn in self.running:
-            turn.stale = True
-        self.stale_cache = True
+        if weights:
+            self.stale_cache = True
+            for turn in self.running:
+                turn.stale = True
 
     def flush(self) -> bool:
         """Empty the cache, unless a turn needs it."""

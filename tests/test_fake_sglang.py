@@ -44,7 +44,7 @@ def shape(value: Any, name: str = "") -> Any:
 async def serving(**settings: Any) -> AsyncIterator[tuple[FakeServer, httpx.AsyncClient]]:
     async with (
         FakeServer(**settings) as server,
-        httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=30.0) as client,
+        httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=30.0, verify=False) as client,
     ):
         server.abort_poll_seconds = 0.01
         yield server, client
@@ -386,6 +386,7 @@ async def test_naming_a_version_aborts_unless_told_otherwise() -> None:
         await control(client, "/update_weight_version", new_version="6")
         assert (await task)[-1]["meta_info"]["finish_reason"]["type"] == "abort"
         assert server.version == "6"
+        assert not any(map(is_stale, surprises((await generate(client, rid="named"))[-1])))
 
 
 async def test_health_fails_while_paused() -> None:
@@ -511,7 +512,7 @@ async def test_as_a_process() -> None:
     try:
         assert process.stdout is not None
         url = (await process.stdout.readline()).decode().strip()
-        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=url, trust_env=False, verify=False) as client:
             assert (await generate(client))[-1]["output_ids"][1:] == [5]
             assert (await client.post("/fake/faults", json={"nope": 1})).status_code == 400
             await client.post("/fake/faults", json={"error_requests": 1, "reset_version": "3"})
