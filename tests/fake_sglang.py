@@ -443,7 +443,7 @@ class FakeServer:
         except asyncio.CancelledError:
             work.add_done_callback(lambda task: task.cancelled() or task.exception())
             if self.alive:
-                self._later(self.disconnect_seconds, lambda: control.abort(turn.rid) if turn.dispatched else None)
+                self._spawn(self._notice(turn, control))
             raise
         except ValueError as error:
             return web.json_response({"error": {"message": str(error)}}, status=400)
@@ -455,6 +455,13 @@ class FakeServer:
             said = {"object": "error", "message": turn.finish["message"], "type": str(status), "param": None}
             return web.json_response({**said, "code": status}, status=status)
         return web.Response(text=self._chunk(turn), content_type="application/json")
+
+    async def _notice(self, turn: Turn, control: Control) -> None:
+        """See, now and then, that nobody waits for a turn any more."""
+        while turn.finish is None and not turn.abort_sent:
+            await asyncio.sleep(self.disconnect_seconds)
+            if turn.finish is None and turn.dispatched:
+                control.abort(turn.rid)
 
 
 def _cut(request: web.BaseRequest, response: web.StreamResponse | None = None) -> web.StreamResponse:
