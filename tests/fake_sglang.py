@@ -25,66 +25,17 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
 from aiohttp import web
-from fake_sglang_control import CONTROL, Control, decide, invalid, refusal_of
+from fake_sglang_checks import CONTROL, decide, invalid, refusal_of
+from fake_sglang_control import Control
+from fake_sglang_faults import Call, Faults, Seen
 from fake_sglang_turns import Scheduler, Turn, chunk
 
 NORMAL = ("/generate", "/model_info", "/get_model_info", "/server_info", "/v1/models", "/v1/loads")
 OPEN = ("/health", "/health_generate", "/ready", "/ping")
-
-
-@dataclass
-class Faults:
-    """What goes wrong. Counters count down, one per victim; flags stay until they are cleared."""
-
-    fail_updates: int = 0
-    """The next weight updates answer 400, `success: false`."""
-    fail_after_change: bool = False
-    """...and have changed the weights by then."""
-    cut_streams: int = 0
-    """The next streams break off after `cut_after` tokens, without a final chunk."""
-    cut_after: int = 3
-    drop_answers: int = 0
-    """The next requests are computed to the end, and the connection is cut before the first byte."""
-    error_requests: int = 0
-    """The next requests answer 500."""
-    reject_requests: int = 0
-    """The next requests end with an abort of `reject_status`, as from a full queue."""
-    reject_status: int = 503
-    stall: bool = False
-    """Nothing is sampled; control calls are answered."""
-    hide_versions: bool = False
-    """No `weight_versions`: an older server."""
-    fail_calls: dict[str, int] = field(default_factory=dict)
-    """By path: the next calls answer 500."""
-    hang_calls: dict[str, int] = field(default_factory=dict)
-    """By path: the next calls never answer."""
-    missing: list[str] = field(default_factory=list)
-    """Paths that answer 404: an older server."""
-
-
-@dataclass
-class Seen:
-    """One request to /generate, as it came. `finish` is empty until it ended, `tokens` is what it had then."""
-
-    rid: str
-    input_ids: list[int]
-    max_new_tokens: int | None
-    stream: bool
-    headers: dict[str, str]
-    at: float
-    finish: str = ""
-    tokens: int = 0
-
-
-@dataclass
-class Call:
-    path: str
-    body: Any
-    at: float
 
 
 class FakeServer:
