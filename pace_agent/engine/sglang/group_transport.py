@@ -17,11 +17,12 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
-from torch import distributed
+import torch.distributed
 
 from pace_agent.engine.sglang.client import Refused, ServerClient
 from pace_agent.engine.sglang.transports import (
@@ -37,6 +38,8 @@ from pace_agent.engine.sglang.weights import KeptWeights
 from pace_agent.errors import EngineError
 
 T = TypeVar("T")
+c10d: Any = torch.distributed
+"""Untyped: its stubs lack half of what is used here."""
 _numbers = itertools.count()
 
 
@@ -81,11 +84,11 @@ class GroupTransport:
                     break
                 body = self._announce(weights, names, version if number == len(buckets) - 1 else None)
                 flat = await asyncio.to_thread(self._packed, weights, names)
-                await steps.run(lambda server, body=body, flat=flat: self._broadcast(server, body, flat))
+                await steps.run(partial(self._broadcast, body=body, flat=flat))
         finally:
             await steps.end()
-        for server in steps.failed():
-            await self._leave(server.url)
+        answering = steps.failed(Refused)
+        await asyncio.gather(*(self._leave(server.url, tell=server in answering) for server in steps.failed()))
         return steps
 
     def _announce(self, weights: KeptWeights, names: Sequence[str], version: int | None) -> dict[str, Any]:
@@ -152,16 +155,15 @@ class GroupTransport:
             call.cancel()
             part.cancel()
 
-    async def _leave(self, url: str) -> None:
+    async def _leave(self, url: str, *, tell: bool = True) -> None:
         link, server = self._links.pop(url, None), self._clients.pop(url, None)
         if link is None or server is None:
             return
-        told = asyncio.ensure_future(
-            server.post("/destroy_weights_update_group", {"group_name": link.name}, timeout=CLOSING_SECONDS)
-        )
         link.abort()
-        with suppress(EngineError):
-            await told
+        if tell:
+            with suppress(EngineError):
+                body = {"group_name": link.name}
+                await server.post("/destroy_weights_update_group", body, timeout=CLOSING_SECONDS)
 
     async def aclose(self) -> None:
         """Leave all groups; servers that still answer do so too."""
@@ -185,25 +187,25 @@ class Link:
     def join(self) -> None:
         """Wait until every rank is there."""
         # The store listens on the address that servers were told, not, as it would by itself, on all of this machine's.
-        store: distributed.Store = distributed.TCPStore(
+        store = c10d.TCPStore(
             self._address, self.port, self._size, True, self._limit, master_listen_fd=self._listener.detach()
         )
         # The prefixes under which torch's own init functions, which the servers use, meet in a store.
         for prefix in (self.name, f"{self.name}/", "cuda/" if self.backend == "nccl" else "cpu/"):
-            store = distributed.PrefixStore(prefix, store)
+            store = c10d.PrefixStore(prefix, store)
         if self.backend == "nccl":
-            options = distributed.ProcessGroupNCCL.Options()
+            options = c10d.ProcessGroupNCCL.Options()
             # Longer than ours: when NCCL's own watch finds a time-out it ends the process.
             options._timeout = self._limit * 2 + timedelta(minutes=10)
-            self._group = distributed.ProcessGroupNCCL(store, 0, self._size, options)
+            self._group = c10d.ProcessGroupNCCL(store, 0, self._size, options)
         else:
-            options = distributed.ProcessGroupGloo._Options()
-            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=self._address)]
+            options = c10d.ProcessGroupGloo._Options()
+            options._devices = [c10d.ProcessGroupGloo.create_device(hostname=self._address)]
             options._timeout = self._limit
-            self._group = distributed.ProcessGroupGloo(store, 0, self._size, options)
+            self._group = c10d.ProcessGroupGloo(store, 0, self._size, options)
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        options = distributed.BroadcastOptions()
+        options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # a thread's own

@@ -62,4 +62,5 @@ def write_tensors(
             taken = sources[name]
             tensor = source[taken] if isinstance(source, Mapping) else maps.tensor(given[taken])
             plain = tensor.detach().to("cpu", getattr(torch, dtypes[name])).contiguous()
-            stream.write(memoryview(plain.reshape(-1).view(torch.uint8).numpy()))
+            data: Any = plain.reshape(-1).view(torch.uint8).numpy()
+            stream.write(memoryview(data))

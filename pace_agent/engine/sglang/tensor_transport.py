@@ -10,9 +10,12 @@ them to torch's shared memory daemon, which removes them after the last server t
 
 import asyncio
 import base64
+import fcntl
 import pickle
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -52,7 +55,7 @@ class TensorTransport:
                 opens = sum(ranks[server.url] for server in steps.going)
                 block = await asyncio.to_thread(SharedBlock, weights, names, opens)
                 try:
-                    await steps.run(lambda server, block=block, last=last: self._post(server, block, last, ranks))
+                    await steps.run(partial(self._post, block=block, last=last, ranks=ranks))
                 finally:
                     block.unlink()
         finally:
@@ -80,7 +83,8 @@ class SharedBlock:
     def __init__(self, weights: KeptWeights, names: Sequence[str], opens: int) -> None:
         size = sum(weights.entries[name].size for name in names)
         try:
-            self._storage = torch.UntypedStorage._new_using_filename_cpu(max(size, 1))
+            with _keeping_stderr():
+                self._storage = torch.UntypedStorage._new_using_filename_cpu(max(size, 1))
         except RuntimeError as error:
             raise EngineError(f"no shared memory of {size} bytes for new weights: {error}") from error
         manager, handle, length = self._storage._share_filename_cpu_()
@@ -88,7 +92,7 @@ class SharedBlock:
         for _ in range(opens + 1):
             # Every process that maps it takes one off when it is done. One more than that, and none of them takes it
             # for the last user, so that the name is ours to remove whatever happened to them.
-            self._storage._shared_incref()
+            self._storage._shared_incref()  # type: ignore[no-untyped-call]
         flat = torch.empty(0, dtype=torch.uint8).set_(self._storage)
         weights.pack(names, flat)
         storage = _Call(reductions.rebuild_storage_filename, torch.UntypedStorage, manager, handle, length)
@@ -106,6 +110,24 @@ class SharedBlock:
 
     def unlink(self) -> None:
         self._name.unlink(missing_ok=True)
+
+
+@contextmanager
+def _keeping_stderr() -> Iterator[None]:
+    """Not handing down the error stream to the daemon that torch may start inside.
+
+    It lives as long as the servers, and whoever reads our output from a pipe would wait for its end that long.
+    """
+    try:
+        flags = fcntl.fcntl(2, fcntl.F_GETFD)
+    except OSError:  # there is none
+        yield
+        return
+    fcntl.fcntl(2, fcntl.F_SETFD, flags | fcntl.FD_CLOEXEC)
+    try:
+        yield
+    finally:
+        fcntl.fcntl(2, fcntl.F_SETFD, flags)
 
 
 class _Call:

@@ -105,8 +105,8 @@ class Steps:
         await self.run(lambda server: _begin(server, self._seconds))
 
     async def end(self) -> None:
-        """Close the weight update on each server, also on those that failed, if they still answer."""
-        await asyncio.gather(self.post("/end_weight_update", {}), *map(_end_quietly, self.failed()))
+        """Close the weight update on each server, also on those that refused. A later begin does for others."""
+        await asyncio.gather(self.post("/end_weight_update", {}), *map(_end_quietly, self.failed(Refused)))
 
 
 async def post(server: ServerClient, path: str, body: dict[str, Any], seconds: float) -> None:
