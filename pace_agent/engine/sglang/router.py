@@ -5,9 +5,11 @@ Generation may go through it; control calls go to each server. What was measured
 * Both list, take and drop workers while they run, under `/workers`. They do so in the background: the calls here return
   when the list says so.
 * Both pass a caller's `Authorization` on to the server. A worker's own key, where it was added with one, serves for
-  callers that bring none, so that whoever reaches the router could generate: here workers are added without keys.
+  callers that bring none, so that whoever reaches the router could generate. So workers are added without keys here,
+  and with the words that smg would else ask them for: without these it gives up a server that wants a key.
 * Both keep requests with one `X-SMG-Routing-Key` on one worker: smg with the policy `consistent_hashing`,
   sglang-router with `manual`. A key moves when its worker is dropped.
+* smg takes seconds to drop a worker, up to some twenty.
 * Both drop sampling parameters that they don't know, such as `stream_interval`; sglang-router drops unknown top-level
   keys of a request as well. `rid`, `return_logprob` and `sampling_seed` arrive.
 * Both install a command named `smg`: what is started here is the module.
@@ -100,7 +102,7 @@ class Router:
         url = url.rstrip("/")
         self._workers[url] = None
         if url not in await self.workers():
-            await self._call("POST", "/workers", {"url": url, "disable_health_check": True}, fine=(409,))
+            await self._call("POST", "/workers", worker_of(url), fine=(409,))
             await self._until(url, listed=True)
 
     async def remove(self, url: str) -> None:
@@ -173,8 +175,8 @@ def start_router(kind: RouterKind, log_folder: Path, *, python: str, port: int =
     log_folder.mkdir(parents=True, exist_ok=True)
     kept = router._kept = KeptProcess(
         f"the router {router.url}",
-        lambda: router_command(kind, python, chosen, metrics, tuple(router._workers)),
-        is_ready=partial(_answers, chosen),
+        partial(router_command, kind, python, chosen, metrics),
+        is_ready=partial(_is_ready, router, chosen),
         environment=environment,
         log=(log_folder / f"{kind}.log").resolve(),
         start_seconds=START_SECONDS,
@@ -188,17 +190,34 @@ def start_router(kind: RouterKind, log_folder: Path, *, python: str, port: int =
     return router
 
 
-def router_command(kind: RouterKind, python: str, port: int, metrics_port: int, workers: Sequence[str]) -> list[str]:
-    """The command of a router that begins with `workers`."""
+def router_command(kind: RouterKind, python: str, port: int, metrics_port: int) -> list[str]:
+    """The command of a router without workers."""
     return [
         *(python, "-m", f"{KINDS[kind].module}.launch_router", "--policy", KINDS[kind].policy),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
         *("--request-timeout-secs", str(REQUEST_SECONDS), "--shutdown-grace-period-secs", "1"),
-        *("--disable-retries", "--disable-circuit-breaker", "--disable-health-check", "--log-level", "warn"),
-        *(("--worker-urls", *workers) if workers else ()),
+        *("--worker-startup-check-interval", "1", "--disable-health-check"),
+        *("--disable-retries", "--disable-circuit-breaker", "--log-level", "warn"),
     ]
 
 
-def _answers(port: int) -> bool:
-    return status_of(port, "/workers") == 200
+def worker_of(url: str) -> dict[str, Any]:
+    """What a router is told about a server. It would ask the server for the rest, which wants a key for that."""
+    return {
+        "url": url,
+        "disable_health_check": True,
+        "runtime_type": "sglang",
+        "connection_mode": "http",
+        "models": [{"id": "model"}],
+    }
+
+
+def _is_ready(router: Router, port: int) -> bool:
+    """Whether it answers. One that was started again is given its workers back."""
+    if status_of(port, "/workers") != 200:
+        return False
+    with httpx.Client(trust_env=False, timeout=CALL_SECONDS) as client:
+        for url in tuple(router._workers):
+            client.post(f"{router.url}/workers", json=worker_of(url))
+    return True
