@@ -81,6 +81,10 @@ class KeptWeights:
         maps = Maps()
         return ((name, maps.tensor(entry)) for name, entry in self.entries.items())
 
+    @property
+    def deleted(self) -> bool:
+        return not self._delete.alive
+
     def delete(self) -> None:
         """Remove the folder. What is mapped stays readable. Twice is fine."""
         self._delete()
@@ -96,7 +100,7 @@ class WeightKeeper:
         self._model = Model.read(model)
         self._dtypes = self._model.dtypes(dtype)
         self._folder = folder
-        self._kept: weakref.WeakSet[KeptWeights] = weakref.WeakSet()
+        self._kept: list[KeptWeights] = []
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -138,13 +142,14 @@ class WeightKeeper:
             if name in self._model.entries and entry.file is not None
         }
         kept = KeptWeights(folder, version, moved)
-        self._kept.add(kept)
+        self._kept = [*(each for each in self._kept if not each.deleted), kept]
         return kept
 
     def close(self) -> None:
         """Delete all that is still kept."""
-        for kept in list(self._kept):
+        for kept in self._kept:
             kept.delete()
+        self._kept = []
 
     def _copy_config(self, to: Path) -> None:
         for file in self._model.folder.iterdir():
