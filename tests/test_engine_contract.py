@@ -1,16 +1,23 @@
-"""What every engine that trains does, run against each: in this process, in a process of its own, scripted."""
+"""What every engine that trains does, run against each: in this process, in a process of its own, scripted, SGLang.
+
+SGLang comes twice: as the fake server, and as the real one on a CPU.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from fake_sglang import FakeServer
+from real_sglang import real_sglang
+from sglang_engines import sglang_engine
 from tiny_models import CONTEXT, VOCAB, make_model, worst_error
 
-from pace_agent.engine.base import Engine, GenerationRequest, SamplingParams, WeightSource
+from pace_agent.engine.base import Engine, Generation, GenerationRequest, SamplingParams, WeightSource
 from pace_agent.engine.local import make_local_engine
 from pace_agent.engine.scripted import ScriptedEngine
 from pace_agent.errors import EngineError
@@ -21,11 +28,21 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @dataclass
 class Subject:
-    """An engine, the models behind its versions (none when scripted), and the next version to publish."""
+    """An engine, the models behind its versions (none when scripted), and the next version to publish.
+
+    `tolerance` is for log-probabilities; without one they are not a model's. `head_start` seconds after a turn began it
+    has tokens.
+    """
 
     engine: Engine
     models: dict[int, Any]
     version: int = 0
+    tolerance: float | None = 1e-4
+    head_start: float = 0.05
+
+    def check_logprobs(self, request: GenerationRequest, generation: Generation) -> None:
+        if self.models and self.tolerance is not None:
+            assert worst_error(self.models, request, generation) < self.tolerance
 
     async def update(self, source: Callable[[Any], WeightSource] = lambda model: model.state_dict()) -> None:
         """Publish the next version; `source` makes the weights from its model."""
@@ -50,32 +67,47 @@ async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 async def all_running(subject: Subject, tasks: list[asyncio.Task[Any]]) -> None:
     """Let the turns of `tasks` begin, and none of them end."""
     await until(lambda: subject.engine.stats().running >= len(tasks))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(subject.head_start)
     assert not any(task.done() for task in tasks)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["inprocess", "process", "scripted"])
-async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
-    if request.param == "scripted":
-        made = Subject(
-            ScriptedEngine(
-                lambda r: [5] * (r.sampling.max_new_tokens + 1),
-                vocab_size=VOCAB,
-                context_length=CONTEXT,
-                token_seconds=0.01,
-            ),
-            {},
+@asynccontextmanager
+async def opened(kind: str, folder: Path) -> AsyncIterator[Subject]:
+    """A subject of that kind; what it needs is started, and stopped in the end."""
+    if kind == "scripted":
+        scripted = ScriptedEngine(
+            lambda r: [5] * (r.sampling.max_new_tokens + 1),
+            vocab_size=VOCAB,
+            context_length=CONTEXT,
+            token_seconds=0.01,
         )
+        yield Subject(scripted, {})
+        return
+    models = {0: make_model(0)}
+    models[0].save_pretrained(folder / "model")
+    if kind == "sglang-fake":
+        async with FakeServer(vocab_size=VOCAB, context_length=CONTEXT, token_seconds=0.01) as fake:
+            yield Subject(sglang_engine([fake.url], folder / "model"), models, tolerance=None)
+    elif kind == "sglang-real":
+        with real_sglang(folder / "model", folder, "--dtype", "float32", "--incremental-streaming-output") as real:
+            real.post("/slow_down", {"forward_sleep_time": 0.02})
+            yield Subject(sglang_engine([real.url], folder / "model"), models, tolerance=1e-3, head_start=1.0)
     else:
-        folder: Path = tmp_path_factory.mktemp("model")
-        make_model(0).save_pretrained(folder)
-        made = Subject(make_local_engine(folder, process=request.param == "process", max_slots=16), {0: make_model(0)})
-    info = await made.engine.start()
-    assert (info.vocab_size, info.context_length, info.version) == (VOCAB, CONTEXT, 0)
-    yield made
-    await made.engine.aclose()
-    with pytest.raises(EngineError):
-        await made.engine.generate(ask("late", 1))
+        yield Subject(make_local_engine(folder / "model", process=kind == "process", max_slots=16), models)
+
+
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["inprocess", "process", "scripted", "sglang-fake", "sglang-real"]
+)
+async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
+    async with opened(request.param, tmp_path_factory.mktemp("engine")) as made:
+        info = await made.engine.start()
+        assert (info.vocab_size, info.version) == (VOCAB, 0)
+        assert CONTEXT - 6 <= info.context_length <= CONTEXT  # SGLang keeps a few for itself
+        yield made
+        await made.engine.aclose()
+        with pytest.raises(EngineError):
+            await made.engine.generate(ask("late", 1))
 
 
 async def test_turns_are_stamped_and_their_logprobs_exact(subject: Subject) -> None:
@@ -85,8 +117,7 @@ async def test_turns_are_stamped_and_their_logprobs_exact(subject: Subject) -> N
         assert len(generation.output_ids) == request.sampling.max_new_tokens
         assert (generation.finish, generation.segments) == ("length", 1)
         check_spans(generation.spans, len(generation.output_ids))
-        if subject.models:
-            assert worst_error(subject.models, request, generation) < 1e-4
+        subject.check_logprobs(request, generation)
 
 
 async def test_an_update_is_refused_while_running(subject: Subject) -> None:
@@ -113,8 +144,7 @@ async def test_an_update_splits_turns_and_both_sides_are_exact(subject: Subject,
         check_spans(generation.spans, 140)
         assert generation.spans[-1].version == first + 2
         assert generation.segments == len(generation.spans)
-        if subject.models:
-            assert worst_error(subject.models, request, generation) < 1e-4
+        subject.check_logprobs(request, generation)
     assert {len(generation.spans) for generation in done} <= {2, 3}
     stats = subject.engine.stats()
     assert stats.interrupted >= 8
@@ -219,7 +249,7 @@ async def test_an_update_is_all_or_nothing(subject: Subject, tmp_path: Path) -> 
     request = ask("unharmed", 8)
     generation = await subject.engine.generate(request)
     assert generation.spans[0].version == subject.version
-    assert worst_error(subject.models, request, generation) < 1e-4
+    subject.check_logprobs(request, generation)
 
 
 async def test_turns_of_a_session_go_on_across_an_update(subject: Subject) -> None:
@@ -227,8 +257,7 @@ async def test_turns_of_a_session_go_on_across_an_update(subject: Subject) -> No
     for turn in range(3):
         request = GenerationRequest(f"turn-{turn}", list(ids), SamplingParams(6, seed=turn), session="rollout")
         generation = await subject.engine.generate(request)
-        if subject.models:
-            assert worst_error(subject.models, request, generation) < 1e-4
+        subject.check_logprobs(request, generation)
         ids += [*generation.output_ids, 3, 4]
         await subject.engine.pause()
         await subject.update()

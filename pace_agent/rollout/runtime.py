@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -131,6 +131,9 @@ class Runtime:
     async def start(self) -> EngineInfo:
         info = await self.engine.start()
         self.version = max(self.version, info.version)
+        limits = self.player.limits
+        if limits.context is None or info.context_length < limits.context:
+            self.player = replace(self.player, limits=replace(limits, context=info.context_length))
         return info
 
     def begin(self) -> None:

@@ -15,16 +15,18 @@ import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pace_agent.engine.base import EngineInfo, EngineStats, Generation, GenerationRequest, WeightSource
 from pace_agent.engine.request import check_request
 from pace_agent.engine.sglang.client import Keys, ServerClient, Unreachable
 from pace_agent.engine.sglang.fleet import Fleet
+from pace_agent.engine.sglang.probe import Facts
 from pace_agent.engine.sglang.servers import Health, Server
-from pace_agent.engine.sglang.transports import WeightTransport
+from pace_agent.engine.sglang.transports import Transport
 from pace_agent.engine.sglang.turn import Attempt, Outdated, Turn
-from pace_agent.engine.sglang.weights import WeightStore
+from pace_agent.engine.sglang.weights import WeightKeeper
 from pace_agent.engine.times import Times
 from pace_agent.errors import EngineError
 from pace_agent.types import Finish
@@ -53,22 +55,27 @@ class SGLangOptions:
 
 
 class SGLangEngine:
-    """An `Engine` over the servers at `urls`. It belongs to one event loop."""
+    """An `Engine` over the servers at `urls`, which have the weights in the folder `model` when it starts.
+
+    It belongs to one event loop.
+    """
 
     def __init__(
         self,
         urls: Sequence[str],
         *,
         options: SGLangOptions,
-        transport: WeightTransport,
-        store: WeightStore,
+        transport: Transport,
+        keeper: WeightKeeper,
+        model: Path,
         keys: Keys | None = None,
     ) -> None:
         self._options = options
         self._fleet = Fleet(
             [Server(ServerClient(url, keys)) for url in urls],
             transport=transport,
-            store=store,
+            keeper=keeper,
+            model=model,
             version=options.version,
             stall_seconds=options.stall_seconds,
             wait_seconds=options.wait_seconds,
@@ -90,18 +97,19 @@ class SGLangEngine:
         if not self._context_length:
             _allow_open_files()
             facts = await self._fleet.start(self._options.architecture)
-            self._context_length = self._common_context([each.context_length for each in facts])
+            self._context_length = self._usable_context(facts)
         return EngineInfo(self._options.vocab_size, self._context_length, self._fleet.version)
 
-    def _common_context(self, lengths: Sequence[int]) -> int:
-        wanted = self._options.context_length
-        for server, length in zip(self._fleet.servers, lengths, strict=True):
-            if wanted is not None and length < wanted:
+    def _usable_context(self, facts: Sequence[Facts]) -> int:
+        """What every server has room for, which is a few tokens less than its context."""
+        wanted, usable = self._options.context_length, min(each.usable for each in facts)
+        for server, each in zip(self._fleet.servers, facts, strict=True):
+            if wanted is not None and each.context_length < wanted:
                 raise EngineError(
-                    f"{server.url} has a context of {length} tokens, but rollouts may need {wanted}: "
+                    f"{server.url} has a context of {each.context_length} tokens, but rollouts may need {wanted}: "
                     f"start it with --context-length {wanted}, or lower rollout.max_context"
                 )
-        return wanted or min(lengths)
+        return usable if wanted is None else min(wanted, usable)
 
     async def aclose(self) -> None:
         """Cut what runs, which ends with EngineError. Servers go on; whoever started them stops them."""

@@ -11,13 +11,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from pace_agent.engine.base import UpdateRefused, WeightSource
 from pace_agent.engine.sglang.client import NoAnswer, Unreachable
 from pace_agent.engine.sglang.probe import Facts, check_server, generates, reported_version
 from pace_agent.engine.sglang.servers import Health, Routing, Server
-from pace_agent.engine.sglang.transports import WeightTransport
-from pace_agent.engine.sglang.weights import WeightStore
+from pace_agent.engine.sglang.transports import Transport
+from pace_agent.engine.sglang.weights import KeptWeights, WeightKeeper
 from pace_agent.errors import EngineError, RunError
 
 log = logging.getLogger(__name__)
@@ -29,14 +30,18 @@ RETRACT = {"mode": "retract"}
 
 
 class Fleet:
-    """`notify` is called when turns that wait should look again."""
+    """`model` is the folder of what the servers have at the start, under the name `version`.
+
+    `notify` is called when turns that wait should look again.
+    """
 
     def __init__(
         self,
         servers: Sequence[Server],
         *,
-        transport: WeightTransport,
-        store: WeightStore,
+        transport: Transport,
+        keeper: WeightKeeper,
+        model: Path,
         version: int,
         stall_seconds: float,
         wait_seconds: float,
@@ -48,7 +53,9 @@ class Fleet:
         self.gone: RunError | None = None
         """Set when no server came back in time: the run can't go on."""
         self._transport = transport
-        self._store = store
+        self._keeper = keeper
+        self._model = model
+        self._kept: KeptWeights | None = None
         self._stall_seconds = stall_seconds
         self._wait_seconds = wait_seconds
         self._notify = notify
@@ -77,7 +84,7 @@ class Fleet:
             await asyncio.gather(self._watcher, return_exceptions=True)
         await self._transport.aclose()
         await asyncio.gather(*(server.client.aclose() for server in self.servers))
-        self._store.close()
+        await asyncio.to_thread(self._keeper.close)
 
     def route(self, session: str) -> Server | None:
         """Where the next turn of a session goes; None while paused, and while no server serves."""
@@ -107,15 +114,23 @@ class Fleet:
         UpdateRefused where some refused: they are fenced, the others have the old weights and version. EngineError
         where all did, or the weights are not the model's.
         """
-        kept = await asyncio.to_thread(self._store.keep, source, version)
+        kept = await asyncio.to_thread(self._keeper.keep, source, version)
         async with self._control:
             refused = await self._send(self.serving(), kept, version)
             if refused:
                 kept.delete()
-                await self._send(self.serving(), self._store.current, self.version)
+                if self.serving():
+                    await self._send(self.serving(), await self._published(), self.version)
                 raise self._refusal(refused, version)
-            self.version = version
-            self._store.publish(kept)
+            before, self._kept, self.version = self._kept, kept, version
+        if before is not None:
+            before.delete()
+
+    async def _published(self) -> KeptWeights:
+        """The weights that every serving server has."""
+        if self._kept is None:
+            self._kept = await asyncio.to_thread(self._keeper.keep, self._model, self.version)
+        return self._kept
 
     async def _send(self, servers: Sequence[Server], weights: KeptWeights, version: int) -> dict[str, str]:
         """Weights to servers. Takes those out that failed; what the ones that refused said, by URL."""
@@ -123,6 +138,7 @@ class Fleet:
         refused = {}
         for server in servers:
             error = outcome[server.url]
+            server.torn = error is not None
             if isinstance(error, Unreachable):
                 server.leave(Health.LOST, str(error))
             elif error is not None:
@@ -200,9 +216,9 @@ class Fleet:
         client = server.client
         try:
             reported = await reported_version(client, ANSWER_SECONDS)
-            if server.health is Health.FENCED or reported != str(self.version):
+            if server.torn or server.health is Health.FENCED or reported != str(self.version):
                 await client.post("/pause_generation", RETRACT, timeout=CONTROL_SECONDS)
-                outcome = await self._transport.send([client], self._store.current, self.version)
+                outcome = await self._transport.send([client], await self._published(), self.version)
                 if (error := outcome[client.url]) is not None:
                     raise error
             await client.post("/continue_generation", {}, timeout=CONTROL_SECONDS)

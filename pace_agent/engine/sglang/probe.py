@@ -13,9 +13,13 @@ ANSWER_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """`context_length` counts prompt and answer together. `dtype` is as the server was told, so it may be "auto"."""
+    """`context_length` is the model's, as the server was started; `usable` is what of it prompt and answer may fill.
+
+    `dtype` is as the server was told, so it may be "auto".
+    """
 
     context_length: int
+    usable: int
     architectures: tuple[str, ...]
     dtype: str
     sglang: str
@@ -40,7 +44,7 @@ async def check_server(client: ServerClient, version: int, architecture: str | N
         )
     if int(server.get("dp_size") or 1) != 1:
         raise EngineError(
-            f"{client.url} runs with --dp-size {server['dp_size']}, which takes no weight updates: start as many servers"
+            f"{client.url} runs with --dp-size {server['dp_size']}, which takes no weight updates: start more servers"
         )
     # Unknown ids are fine, so this asks for nothing but whether the key opens control.
     await client.post("/abort_request", {"rid": secrets.token_hex(12)}, timeout=ANSWER_SECONDS)
@@ -55,6 +59,7 @@ def _facts(url: str, model: dict[str, Any], server: dict[str, Any], models: dict
     try:
         return Facts(
             context_length=int(models["data"][0]["max_model_len"]),
+            usable=int(server["max_req_input_len"]),
             architectures=tuple(model.get("architectures") or ()),
             dtype=str(server["dtype"]),
             sglang=str(server["version"]),

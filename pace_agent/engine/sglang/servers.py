@@ -41,6 +41,8 @@ class Server:
     sessions: int = 0
     heard_at: float = 0.0
     """When a token came last, or when it had a reason not to come."""
+    torn: bool = False
+    """An update failed half-way: whatever version it reports, its weights may be of two."""
     retry_at: float = 0.0
     retry_after: float = FIRST_RETRY
 
@@ -69,7 +71,7 @@ class Server:
         self.retry_after = min(2 * self.retry_after, LAST_RETRY)
 
     def come_back(self, version: int) -> None:
-        self.health, self.reason = Health.SERVING, ""
+        self.health, self.reason, self.torn = Health.SERVING, "", False
         self.retry_after, self.retry_at = FIRST_RETRY, 0.0
         self.heard_at = time.monotonic()
         log.warning("%s serves again, with version %d", self.url, version)

@@ -92,9 +92,10 @@ class Stream:
         return tuple(spans)
 
     @property
-    def stamped(self) -> bool:
+    def stamped(self) -> int:
+        """How many tokens the final chunk stamps; an abort of a turn that waited stamps none of those it had."""
         self._settle()
-        return "weight_versions" in self._meta
+        return max((stamp["end"] for stamp in self._meta.get("weight_versions") or ()), default=0)
 
     def _event(self, payload: bytes) -> None:
         self._seen += 1
@@ -118,8 +119,10 @@ class Stream:
         if self._cumulative is None and self._ids:
             self._cumulative = len(ids) == total
         if self._cumulative is False:
-            self._ids += ids
-            self._logprobs += logprobs[len(logprobs) - len(ids) :]
+            # The abort of a turn that waited repeats an id beside all its log-probabilities: that is nothing new.
+            if len(logprobs) == len(ids):
+                self._ids += ids
+                self._logprobs += logprobs
         elif ids or not self._ids:
             self._ids, self._logprobs = list(ids), logprobs[: len(ids)]
         if len(self._logprobs) != len(self._ids):

@@ -118,7 +118,7 @@ class Turn:
         """Take the tokens of an attempt that is over; the finish of the turn, or None when it has to go on."""
         stream = attempt.stream
         stream.settle()
-        heard = stream.end in ("stop", "length") or (stream.end == "abort" and stream.stamped)
+        heard = stream.end in ("stop", "length") or (stream.end == "abort" and stream.stamped == len(stream.ids))
         spans = stream.spans(attempt.server.url) if heard else attempt.certain_spans()
         if spans and spans[0].version < max(attempt.version, self.versions[-1] if self.versions else 0):
             raise Outdated(
@@ -130,8 +130,8 @@ class Turn:
             self.versions += [span.version] * (span.end - span.start)
         self.segments += len(spans)
         sampling = self.request.sampling
-        if heard and stream.end == "stop":
-            return "stop"
+        if heard and stream.end != "abort":
+            return "stop" if stream.end == "stop" else "length"
         if self.ids and stream.ids and self.ids[-1] in sampling.stop_token_ids:
             return "stop"
         return "length" if len(self.ids) >= sampling.max_new_tokens else None
