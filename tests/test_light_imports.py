@@ -18,6 +18,7 @@ HEAVY = (
     "ray",
     "docker",
     "sglang",
+    "httpx",
     "matplotlib",
     "sympy",
     "math_verify",
@@ -48,7 +49,14 @@ def test_importing_the_package_is_light(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--help", "train --help", "version", "config show --pool.policy sync --trainer.max_steps 3", "env list --json"],
+    [
+        "--help",
+        "train --help",
+        "serve --help",
+        "version",
+        "config show --pool.policy sync --trainer.max_steps 3",
+        "env list --json",
+    ],
 )
 def test_a_light_command_is_light(arguments: str, tmp_path: Path) -> None:
     code = f"""

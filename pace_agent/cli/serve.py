@@ -47,7 +47,8 @@ def _serve(model: str, folder: Path, config: RunConfig) -> None:
     dtype = config.model.dtype if "dtype" in config.model.model_fields_set else "bfloat16"
     options = ServerOptions.of(section, dtype=dtype, context=config.engine.context)
     logs = config.run.dir or Path("runs") / f"serve-{time.strftime('%Y%m%d-%H%M%S')}"
-    print(f"starting {section.servers} of SGLang; logs in {logs}", file=sys.stderr)
+    count = "an SGLang server" if section.servers == 1 else f"{section.servers} SGLang servers"
+    print(f"starting {count}; logs in {logs}", file=sys.stderr)
     with ExitStack() as stack:
         servers = stack.enter_context(launch(options, folder, logs))
         router_url = section.router_url

@@ -56,7 +56,8 @@ class SglangSection(Section):
     servers: Positive = 1
     """Servers to start, each with a whole copy of the model."""
     gpus: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
-    """GPUs of the servers to start, `tensor_parallel` for each, in order. Empty: each server takes what it sees."""
+    """GPUs of the servers to start, `tensor_parallel` for each, in order, as CUDA_VISIBLE_DEVICES counts them. Empty:
+    each server takes what it sees."""
     tensor_parallel: Positive = 1
     """GPUs that one server spreads the model over."""
     device: Literal["cuda", "cpu"] = "cuda"
@@ -89,9 +90,11 @@ class SglangSection(Section):
     """Trainer and servers on the same GPUs: servers give their memory up while the trainer works. For
     `pool.policy = "sync"` alone."""
     api_key_env: VariableName = "SGLANG_API_KEY"
-    """Name of the environment variable that holds the key for generation."""
+    """Name of the environment variable that holds the key for generation. Where it is unset, servers that are started
+    here get a random key, and running ones are called without."""
     admin_key_env: VariableName = "SGLANG_ADMIN_API_KEY"
-    """Name of the environment variable that holds the key for control. Unset: the key for generation serves."""
+    """Name of the environment variable that holds the key for control. Where it is unset, servers that are started here
+    get a random key, and running ones are called with the key for generation."""
 
 
 def check_sglang(section: SglangSection) -> None:

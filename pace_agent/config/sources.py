@@ -17,6 +17,8 @@ from pace_agent.config.models import RunConfig
 from pace_agent.errors import UserError
 
 PREFIX = "PACE_AGENT_"
+NOT_SETTINGS = frozenset({"PACE_AGENT_SGLANG_PYTHON"})
+"""Variables that look like a setting with a missing underscore, and belong to the project's tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Setting]:
     """Settings from `PACE_AGENT_SECTION__KEY`. Other variables with the prefix are not ours."""
     settings = {}
     for name, text in environ.items():
-        if not name.startswith(PREFIX):
+        if not name.startswith(PREFIX) or name in NOT_SETTINGS:
             continue
         key = name.removeprefix(PREFIX).lower().replace("__", ".")
         origin = f"environment variable {name}"
