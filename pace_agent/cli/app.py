@@ -144,13 +144,21 @@ def serve(
         typer.Argument(metavar="MODEL", help="A model folder, a run folder, or `embedded`.", show_default=False),
     ],
     config: ConfigFile = None,
-    servers: Annotated[int | None, typer.Option(metavar="N", help="How many to start.", show_default="1")] = None,
+    servers: Annotated[
+        int | None, typer.Option(metavar="N", help="How many to start; by default one.", show_default=False)
+    ] = None,
     gpus: Annotated[
         str | None, typer.Option(metavar="LIST", help="Their GPUs, such as 0,1.", show_default=False)
     ] = None,
-    tp: Annotated[int | None, typer.Option(metavar="N", help="GPUs of each server.", show_default="1")] = None,
-    device: Annotated[str | None, typer.Option(metavar="DEVICE", help="cuda or cpu.", show_default="cuda")] = None,
-    port: Annotated[int | None, typer.Option(help="Of the first server.", show_default="any free one")] = None,
+    tp: Annotated[
+        int | None, typer.Option(metavar="N", help="GPUs of each server; by default one.", show_default=False)
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="cuda (the default) or cpu.", show_default=False)
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(metavar="N", help="Of the first server; by default any free one.", show_default=False)
+    ] = None,
     router: Annotated[
         str | None, typer.Option(metavar="NAME", help="sglang-router or smg, in front of them.", show_default=False)
     ] = None,

@@ -44,8 +44,7 @@ def _serve(model: str, folder: Path, config: RunConfig) -> None:
     from pace_agent.engine.sglang.router import start_router
 
     section = config.sglang
-    dtype = config.model.dtype if "dtype" in config.model.model_fields_set else "bfloat16"
-    options = ServerOptions.of(section, dtype=dtype, context=config.engine.context)
+    options = ServerOptions.of(section, context=config.engine.context)
     logs = config.run.dir or Path("runs") / f"serve-{time.strftime('%Y%m%d-%H%M%S')}"
     count = "an SGLang server" if section.servers == 1 else f"{section.servers} SGLang servers"
     print(f"starting {count}; logs in {logs}", file=sys.stderr)
@@ -58,24 +57,24 @@ def _serve(model: str, folder: Path, config: RunConfig) -> None:
             for url in servers.urls:
                 asyncio.run(router.add(url))
             router_url = router.url
-        print("\n".join(ready_lines(servers)))
+        print("\n".join(ready_lines(servers, section.device)))
         print("\n".join(attach_lines(model, config, servers, router_url, os.environ)), flush=True)
         while len(servers.given_up()) < len(servers.urls):
             time.sleep(LOOK_SECONDS)
         raise RunError("no server is left; their logs say why: " + ", ".join(map(str, servers.logs)))
 
 
-def ready_lines(servers: "Servers") -> list[str]:
+def ready_lines(servers: "Servers", device: str) -> list[str]:
     """One line for each server."""
     pids = servers.pids()
     return [
-        f"{url}  pid {pids.get(url, 'none')}  {_gpus(gpus)}  log {log}"
+        f"{url}  pid {pids.get(url, 'none')}  {_place(gpus, device)}  log {log}"
         for url, gpus, log in zip(servers.urls, servers.gpus, servers.logs, strict=True)
     ]
 
 
-def _gpus(gpus: Sequence[int]) -> str:
-    return f"gpus {','.join(map(str, gpus))}" if gpus else "gpus as they are"
+def _place(gpus: Sequence[int], device: str) -> str:
+    return f"gpus {','.join(map(str, gpus))}" if gpus else device
 
 
 def attach_lines(
