@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 
 START_SECONDS = 240.0
-"""Of the 300 s that pytest gives a test with its fixtures. On a free core it takes a tenth of this."""
+"""Of the 300 s that pytest gives a test with its fixtures. On a free core a start takes under a minute."""
 STOP_SECONDS = 15.0
 FLAGS = (
     *("--device", "cpu", "--dtype", "bfloat16", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
