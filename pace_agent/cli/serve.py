@@ -40,8 +40,13 @@ def run(model: str, config: RunConfig) -> None:
 
 
 def _serve(model: str, folder: Path, config: RunConfig) -> None:
-    from pace_agent.engine.sglang.launch import ServerOptions, launch
-    from pace_agent.engine.sglang.router import start_router
+    try:
+        from pace_agent.engine.sglang.launch import ServerOptions, launch
+        from pace_agent.engine.sglang.router import start_router
+    except ModuleNotFoundError as error:
+        if error.name != "httpx":
+            raise
+        raise UserError("SGLang is spoken to by httpx: pip install 'pace-agent[sglang]'") from None
 
     section = config.sglang
     options = ServerOptions.of(section, context=config.engine.context)
