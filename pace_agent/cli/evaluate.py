@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pace_agent.cli.wiring import Parts, make_engine, wire
+from pace_agent.cli.serving import engine_for
+from pace_agent.cli.wiring import Parts, wire
 from pace_agent.config import RunConfig
 from pace_agent.evaluation.metrics import EvalResult, EvalSample, format_table, summarise
 from pace_agent.evaluation.runner import EvalPlan, play_tasks, sampling_seed
@@ -36,7 +37,6 @@ def with_model(config: RunConfig, target: str) -> RunConfig:
 
 
 async def _evaluate(parts: Parts, config: RunConfig, plan: EvalPlan, temperature: float) -> EvalResult:
-    engine = make_engine(config, parts.model, parts.limits, process=config.engine.process)
     bar = Progress(
         TextColumn("Evaluating"),
         BarColumn(),
@@ -46,13 +46,14 @@ async def _evaluate(parts: Parts, config: RunConfig, plan: EvalPlan, temperature
         disable=not sys.stderr.isatty(),
     )
     try:
-        await engine.start()
-        with bar:
+        async with engine_for(config, parts, process=config.engine.process) as (engine, limits):
+            if not bar.disable:
+                bar.start()
             shown = bar.add_task("", total=len(plan.chosen(parts.source)) * plan.n)
-            player = parts.player(engine, temperature=temperature)
+            player = parts.player(engine, limits, temperature=temperature)
             return await evaluate(player, parts.source, plan, on_done=lambda _: bar.advance(shown))
     finally:
-        await engine.aclose()
+        bar.stop()
         if parts.provider is not None:
             await parts.provider.aclose()
 

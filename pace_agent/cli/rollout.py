@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.text import Text
 
 from pace_agent.cli.evaluate import with_model
+from pace_agent.cli.serving import engine_for
 from pace_agent.cli.wiring import Parts, wire
 from pace_agent.config import RunConfig
-from pace_agent.engine.local import make_local_engine
 from pace_agent.rollout.episode import Episode
 from pace_agent.rollout.runtime import derive_seed
 from pace_agent.types import Message, Trajectory
@@ -23,9 +23,7 @@ def run(target: str, config: RunConfig, *, seed: int, temperature: float) -> Non
 
 
 async def _play(parts: Parts, config: RunConfig, seed: int, temperature: float) -> Trajectory:
-    engine = make_local_engine(parts.model, process=False, max_slots=1, context_length=parts.limits.context)
     try:
-        await engine.start()
         size = parts.source.size("eval")
         task = parts.source.task("eval", seed if size is None else seed % size)
         episode = Episode(
@@ -35,9 +33,9 @@ async def _play(parts: Parts, config: RunConfig, seed: int, temperature: float) 
             env_seed=task.seed or derive_seed(seed, "environment"),
             sampling_seed=derive_seed(seed, "sampling"),
         )
-        return await parts.player(engine, temperature=temperature).play(episode)
+        async with engine_for(config, parts, process=False) as (engine, limits):
+            return await parts.player(engine, limits, temperature=temperature).play(episode)
     finally:
-        await engine.aclose()
         if parts.provider is not None:
             await parts.provider.aclose()
 

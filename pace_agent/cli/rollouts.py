@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from pace_agent.cli.evaluate import evaluate
-from pace_agent.cli.wiring import make_engine, wire
+from pace_agent.cli.serving import Served, make_engine
+from pace_agent.cli.wiring import wire
 from pace_agent.clock import WallClock
 from pace_agent.config import RunConfig
 from pace_agent.evaluation.metrics import EvalResult
@@ -42,35 +43,36 @@ class RunEnd:
     incarnation: int
 
 
-def open_runtime(config: RunConfig, folder: Path, *, start_over: bool) -> RuntimeHandle:
+def open_runtime(config: RunConfig, folder: Path, *, start_over: bool, served: Served | None = None) -> RuntimeHandle:
     """The runtime beside the trainer: in a process of its own with the engine, or in a thread of this one."""
     if config.engine.process:
         from pace_agent.rollout.process import RuntimeProcess
 
-        return RuntimeProcess(partial(_build_in_process, config, folder, start_over=start_over))
+        return RuntimeProcess(partial(_build_in_process, config, folder, start_over=start_over, served=served))
     from pace_agent.rollout.thread import RuntimeThread
 
-    return RuntimeThread(partial(build_runtime, config, folder, start_over=start_over))
+    return RuntimeThread(partial(build_runtime, config, folder, start_over=start_over, served=served))
 
 
-def _build_in_process(config: RunConfig, folder: Path, *, start_over: bool) -> Runtime:
+def _build_in_process(config: RunConfig, folder: Path, *, start_over: bool, served: Served | None) -> Runtime:
     import torch
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # the trainer's process has the display
     torch.set_num_threads(config.engine.threads)
-    return build_runtime(config, folder, start_over=start_over)
+    return build_runtime(config, folder, start_over=start_over, served=served)
 
 
-def build_runtime(config: RunConfig, folder: Path, *, start_over: bool) -> Runtime:
+def build_runtime(config: RunConfig, folder: Path, *, start_over: bool, served: Served | None = None) -> Runtime:
     """`start_over`: the folder holds lines of a run that was killed before its first checkpoint."""
     from pace_agent.trainers.advantages import group_advantages
 
     parts, ledger, clock = wire(config), Ledger(), WallClock()
-    engine = make_engine(config, parts.model, parts.limits, process=False)
+    engine = make_engine(config, parts.model, parts.limits, served, process=False)
     runtime: Runtime = Runtime(
         player=parts.player(
             engine,
+            parts.limits,
             temperature=config.rollout.temperature,
             top_p=config.rollout.top_p,
             clock=clock,

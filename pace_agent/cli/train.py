@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pace_agent.cli.configs import write_config
 from pace_agent.cli.outcome import write_outcome
 from pace_agent.cli.rollouts import RunEnd, end, evaluate_held, open_runtime
+from pace_agent.cli.serving import Served, serving, showing_logs
 from pace_agent.cli.wiring import Parts, wire
 from pace_agent.config import RunConfig, trainer_options
 from pace_agent.errors import PaceError, UserError
@@ -53,6 +54,8 @@ class Training:
         self.resumed = resumed
         self.rollouts: RuntimeHandle | None = None
         self.trainer: PaceTrainer | None = None
+        self.served: Served | None = None
+        self.outcome: RunEnd | None = None
         self.stopped = False
         self.seconds_before = 0.0
         self.started = time.monotonic()
@@ -66,24 +69,30 @@ class Training:
             raise UserError(f"{self.folder} has done its {done} steps; raise --trainer.max_steps to go on")
         progress = Progress(total, done=done, title=f"pace-agent train {self.config.env.id}")
         writer = MetricsWriter(self.folder / "metrics.jsonl", after=done if self.resumed else None)
+        try:
+            with self._signals(progress), writer, progress, showing_logs(progress):
+                progress.note(f"run folder {self.folder}")
+                with serving(self.config, self.parts.model, self.folder / "logs", progress.note) as self.served:
+                    self._run(checkpoint, state, progress, writer)
+        finally:
+            if self.outcome is not None:
+                write_outcome(self.folder, self.outcome, seconds=self._seconds(), resume_hint=self.stopped)
+
+    def _run(
+        self, checkpoint: Path | None, state: Mapping[str, Any] | None, progress: Progress, writer: MetricsWriter
+    ) -> None:
         rollouts = self.rollouts = open_runtime(
-            self.config, self.folder, start_over=self.resumed and checkpoint is None
+            self.config, self.folder, start_over=self.resumed and checkpoint is None, served=self.served
         )
         try:
-            with self._signals(progress), writer, progress:
-                progress.note(f"run folder {self.folder}")
-                self._train(rollouts, checkpoint, state, progress, writer)
-                outcome = rollouts.ask(end)
+            self._train(rollouts, checkpoint, state, progress, writer)
+            self.outcome = rollouts.ask(end)
         except PaceError:
-            with suppress(PaceError, OSError):  # the rollout side or the run folder may be what failed
-                self._write_outcome(rollouts.ask(end))
+            with suppress(PaceError):  # the rollout side may be what failed
+                self.outcome = rollouts.ask(end)
             raise
         finally:
             rollouts.close()
-        self._write_outcome(outcome)
-
-    def _write_outcome(self, outcome: RunEnd) -> None:
-        write_outcome(self.folder, outcome, seconds=self._seconds(), resume_hint=self.stopped)
 
     def _train(
         self,
@@ -98,19 +107,20 @@ class Training:
             rollouts.started()  # transformers can't load two models at once in one process
         trainer = self.trainer = self._build_trainer(rollouts, progress, writer)
         rollouts.started()
+        has_weights = checkpoint is None and (self.served is None or self.served.ours)
+
+        def begin(weights: Mapping[str, Any]) -> None:
+            if not has_weights:
+                rollouts.publish(weights)
+            rollouts.begin()
+
+        trainer.publish_at_start = begin
         if checkpoint is None:
             if self.resumed:
                 progress.note("no checkpoint was saved yet: starting over")
-            rollouts.begin()
             trainer.train()
         else:
             progress.note(f"going on from {checkpoint.name}")
-
-            def publish_and_begin(weights: Mapping[str, Any]) -> None:
-                rollouts.publish(weights)
-                rollouts.begin()
-
-            trainer.publish_at_start = publish_and_begin
             trainer.resume(checkpoint, restore_source=False)
         trainer.save_final(self.folder / "final")
 

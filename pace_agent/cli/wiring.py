@@ -40,14 +40,14 @@ class Parts:
     provider: Provider | None
     """Opens sandbox sessions, where the environment needs them. The caller closes it."""
 
-    def player(self, engine: Engine, **settings: Any) -> Player:
+    def player(self, engine: Engine, limits: Limits, **settings: Any) -> Player:
         return Player(
             env_id=self.env_id,
             make_env=self.make_env,
             engine=engine,
             chat=self.chat,
             parse=self.parse,
-            limits=self.limits,
+            limits=limits,
             **settings,
         )
 
@@ -129,8 +129,8 @@ def context_length(model: Path) -> int:
     return int(config.get("max_position_embeddings", 1 << 20))
 
 
-def make_engine(config: RunConfig, model: Path, limits: Limits, *, process: bool) -> Engine:
-    """The engine of `config.engine`, loaded from `model`, in a process of its own or in this one."""
+def make_local(config: RunConfig, model: Path, limits: Limits, *, process: bool) -> Engine:
+    """The local engine of `config.engine`, loaded from `model`, in a process of its own or in this one."""
     from pace_agent.engine.local import make_local_engine
 
     return make_local_engine(

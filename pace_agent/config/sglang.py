@@ -62,6 +62,8 @@ class SglangSection(Section):
     """GPUs that one server spreads the model over."""
     device: Literal["cuda", "cpu"] = "cuda"
     """What the servers compute on. `cpu` is for trying things out."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of the servers' weights, whatever the trainer's are: weights are converted before they are sent."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the first server; the others take the next ones. 0: any free ports."""
     python: str = ""

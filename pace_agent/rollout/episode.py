@@ -109,6 +109,7 @@ class Player:
             yield
             return
         began = loop.time() - self.engine.stats().out_seconds
+        handle: asyncio.TimerHandle | None = None
 
         async with asyncio.timeout(None) as timeout:
 

@@ -1,6 +1,6 @@
 """The budgets of one rollout, as one object."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pace_agent.types import StopReason
 
@@ -19,6 +19,10 @@ class Limits:
     context: int | None = None
     tool_calls: int | None = None
     seconds: float | None = None
+
+    def within(self, context: int) -> "Limits":
+        """These limits, in an engine that has room for `context` tokens."""
+        return replace(self, context=context if self.context is None else min(context, self.context))
 
     def turn_budget(self, *, sampled: int, length: int) -> tuple[int, StopReason]:
         """Tokens that the next turn may sample, and the reason that holds if it uses them all.

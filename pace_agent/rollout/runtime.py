@@ -131,9 +131,7 @@ class Runtime:
     async def start(self) -> EngineInfo:
         info = await self.engine.start()
         self.version = max(self.version, info.version)
-        limits = self.player.limits
-        if limits.context is None or info.context_length < limits.context:
-            self.player = replace(self.player, limits=replace(limits, context=info.context_length))
+        self.player = replace(self.player, limits=self.player.limits.within(info.context_length))
         return info
 
     def begin(self) -> None:

@@ -77,7 +77,6 @@ class ServerOptions:
         cls,
         section: "SglangSection",
         *,
-        dtype: str = "bfloat16",
         context: int | None = None,
         skip_tokenizer: bool = False,
     ) -> Self:
@@ -93,7 +92,7 @@ class ServerOptions:
             start_seconds=section.start_seconds,
             api_key_env=section.api_key_env,
             admin_key_env=section.admin_key_env,
-            dtype=dtype,
+            dtype=section.dtype,
             context=context,
             skip_tokenizer=skip_tokenizer,
             memory_saver=section.colocate,
