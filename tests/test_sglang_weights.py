@@ -270,7 +270,7 @@ async def test_the_real_server_takes_new_weights(
 
 @pytest.mark.timeout(300)
 async def test_the_real_server_says_why_it_does_not_take_them(client: ServerClient, keeper: WeightKeeper) -> None:
-    """Tensors of a wrong shape, which no keeper lets through, go by group: the other ways end the server."""
+    """Tensors of a wrong shape, which no keeper lets through, go by group: by tensor they end the server."""
     kept = keeper.keep(make_model(3).state_dict(), 40)
     wrong = KeptWeights(kept.folder, 41, {**kept.entries, "model.norm.weight": kept.entries[EMBEDDING]})
     nowhere = KeptWeights(Path("/nowhere/at-all"), 42, kept.entries)
