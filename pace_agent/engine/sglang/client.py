@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from pace_agent.engine.sglang.lanes import Lanes
 from pace_agent.errors import EngineError
 
 CONNECT_SECONDS = 10.0
@@ -65,17 +66,17 @@ class ServerClient:
         self._keys = keys or Keys()
         # SGLang closes idle connections after 5 s: ours expire before. A call that meets a closing one looks as if the
         # server had gone, so those that decide about servers have a connection each.
-        kept = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
-        self._streams = self._open(kept)
-        self._calls = self._open(httpx.Limits(max_connections=None, max_keepalive_connections=0))
+        verify = self.url.startswith("https:")  # loading certificates takes a third of a second
+        self._streams = self._open(Lanes(verify=verify, idle_seconds=2.0))
+        alone = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._calls = self._open(httpx.AsyncHTTPTransport(verify=verify, trust_env=False, limits=alone))
 
-    def _open(self, limits: httpx.Limits) -> httpx.AsyncClient:
+    def _open(self, transport: httpx.AsyncBaseTransport) -> httpx.AsyncClient:
         return httpx.AsyncClient(
             base_url=self.url,
             trust_env=False,
             follow_redirects=False,
-            verify=self.url.startswith("https:"),  # loading certificates takes a third of a second
-            limits=limits,
+            transport=transport,
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
         )
 
