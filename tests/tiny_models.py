@@ -12,8 +12,8 @@ VOCAB = 96
 CONTEXT = 160
 
 
-def make_model(seed: int = 0, *, family: str = "qwen3", tied: bool = True) -> Any:
-    """A model whose distributions are far from flat, so that a wrong cache shows."""
+def make_model(seed: int = 0, *, family: str = "qwen3", tied: bool = True, spread: float = 0.3) -> Any:
+    """A model whose distributions are far from flat, so that a wrong cache shows; less so with a smaller `spread`."""
     shape = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -23,7 +23,7 @@ def make_model(seed: int = 0, *, family: str = "qwen3", tied: bool = True) -> An
         "vocab_size": VOCAB,
         "max_position_embeddings": CONTEXT,
         "tie_word_embeddings": tied,
-        "initializer_range": 0.3,
+        "initializer_range": spread,
         "bos_token_id": None,
         "eos_token_id": None,
     }
