@@ -3,7 +3,7 @@
 Everything here is a function of a module, so that it can be asked of a runtime in another process.
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from pace_agent.cli.serving import Served, make_engine
 from pace_agent.cli.wiring import wire
 from pace_agent.clock import WallClock
 from pace_agent.config import RunConfig
+from pace_agent.engine.base import Engine
 from pace_agent.evaluation.metrics import EvalResult
 from pace_agent.evaluation.runner import EvalPlan
 from pace_agent.ledger import Ledger
@@ -94,10 +95,18 @@ def build_runtime(config: RunConfig, folder: Path, *, start_over: bool, served: 
         ),
         clock=clock,
         resources=() if parts.provider is None else (parts.provider,),
+        before_step=_making_room(engine) if config.sglang.colocate else None,
     )
     if start_over:
         runtime.start_over()
     return runtime
+
+
+def _making_room(engine: Engine) -> Callable[[], Awaitable[None]] | None:
+    """What an engine on the trainer's GPU does before a step."""
+    from pace_agent.engine.sglang.engine import SGLangEngine
+
+    return engine.release_memory if isinstance(engine, SGLangEngine) else None
 
 
 def pool_options(config: RunConfig) -> PoolOptions:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -44,6 +45,8 @@ def serving(
     if config.engine.kind != "sglang":
         yield None
         return
+    if find_spec("httpx") is None:
+        raise UserError("engine.kind = \"sglang\" needs httpx: pip install 'pace-agent[sglang]'")
     from pace_agent.engine.sglang.client import Keys
     from pace_agent.engine.sglang.launch import ServerOptions, launch
     from pace_agent.engine.sglang.router import start_router

@@ -17,7 +17,7 @@ What always holds:
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -97,8 +97,12 @@ class Runtime:
         options: RuntimeOptions,
         clock: Clock | None = None,
         resources: Sequence[Closable] = (),
+        before_step: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`resources` are closed after the last rollout has ended, on the same loop."""
+        """`resources` are closed after the last rollout has ended, on the same loop.
+
+        `before_step` is awaited between a draw and its optimiser step: an engine on the trainer's GPU makes room there.
+        """
         self.player = player
         self.engine = engine
         self.queue = queue
@@ -107,6 +111,7 @@ class Runtime:
         self.journal = journal
         self.ledger_log = ledger_log
         self.resources = resources
+        self.before_step = before_step
         self.advantages = advantages
         self.options = options
         self.clock = clock or WallClock()
@@ -166,6 +171,8 @@ class Runtime:
         self.step += 1
         self._drawn = draw.payloads
         self._log_ledger()
+        if self.before_step is not None:
+            await self.before_step()
         metrics = {
             **draw.metrics,
             **self.window.metrics(self.clock.now(), self.engine.stats(), self.ledger),
