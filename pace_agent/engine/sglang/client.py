@@ -116,7 +116,8 @@ class ServerClient:
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """POST /generate: the raw bytes of its stream of events, as they come."""
         try:
-            headers = {**self._keys.headers(control=False), **(headers or {})}
+            # Compressed bytes would not be events, and small ones would wait for more.
+            headers = {"Accept-Encoding": "identity", **self._keys.headers(control=False), **(headers or {})}
             async with self._streams.stream("POST", "/generate", json=body, headers=headers) as response:
                 if response.status_code != 200:
                     raise self._refusal("/generate", response.status_code, await response.aread())

@@ -24,16 +24,17 @@ from pace_agent.engine.sglang.client import Keys, ServerClient, Unreachable
 from pace_agent.engine.sglang.fleet import Fleet
 from pace_agent.engine.sglang.probe import Facts
 from pace_agent.engine.sglang.servers import Health, Server
+from pace_agent.engine.sglang.stream import WrongVersion
 from pace_agent.engine.sglang.transports import Transport
-from pace_agent.engine.sglang.turn import Attempt, Outdated, Turn
+from pace_agent.engine.sglang.turn import Attempt, Turn
 from pace_agent.engine.sglang.weights import WeightKeeper
 from pace_agent.engine.times import Times
 from pace_agent.errors import EngineError
 from pace_agent.types import Finish
 
 ABORT_SECONDS = 3.0
-FUTILE_ATTEMPTS = 8
-"""Attempts in a row without a token after which a turn fails."""
+FUTILE_ATTEMPTS, FUTILE_SECONDS = 8, 0.1
+"""Attempts in a row without a token after which a turn fails; the wait after the first, which doubles."""
 OPEN_FILES = 1 << 16
 
 
@@ -116,17 +117,18 @@ class SGLangEngine:
         if self._closed:
             return
         self._closed = True
+        turns = list(self._turns.values())
         await self.abort()
-        for task in list(self._background):
-            await asyncio.wait({task}, timeout=ABORT_SECONDS)
-            task.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ABORT_SECONDS):
+                await asyncio.gather(*(turn.ended.wait() for turn in turns), *self._background)
+        await asyncio.gather(*self._background, return_exceptions=True)
         await self._fleet.aclose()
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("the engine was closed")
-        if self._fleet.gone is not None:
-            raise self._fleet.gone
+        self._fleet.check_hope()
 
     # ---- a turn ---------------------------------------------------------------------------------------------------
 
@@ -145,6 +147,7 @@ class SGLangEngine:
             finish = await self._play(turn)
         finally:
             del self._turns[request.rid]
+            turn.ended.set()
         generation = turn.generation(finish)
         self._interrupted += len(generation.spans) > 1
         return generation
@@ -157,25 +160,27 @@ class SGLangEngine:
             attempt = await self._attempt(server, turn)
             finish = await self._heed(attempt)
             self._sampled += len(turn.ids) - had
+            if finish == "abort":
+                break
             if finish is not None:
                 return finish
             futile = 0 if len(turn.ids) > had or not server.serving else futile + 1
             if futile == FUTILE_ATTEMPTS:
-                raise EngineError(f"{futile} attempts in a row brought no token; the last: {attempt.error()}")
+                last = attempt.error() or f"{server.url} aborted it"
+                raise EngineError(f"{futile} attempts in a row brought no token; the last: {last}")
             if futile:
-                await asyncio.sleep(0.05 * 2**futile)
+                await self._change(FUTILE_SECONDS * 2 ** (futile - 1))
         self._check_open()
         return "abort"
 
     async def _server_for(self, turn: Turn) -> Server | None:
         """Wait for the gate and for a server that serves; None once the turn is aborted."""
         while not turn.aborted:
-            if self._fleet.gone is not None:
-                raise self._fleet.gone
+            self._fleet.check_hope()
             server = self._fleet.route(turn.request.session)
             if server is not None:
                 return server
-            await self._changed.wait()
+            await self._change()
         return None
 
     async def _attempt(self, server: Server, turn: Turn) -> Attempt:
@@ -189,7 +194,8 @@ class SGLangEngine:
             await asyncio.wait({attempt.task})
         except asyncio.CancelledError:
             attempt.cut()
-            self._in_background(self._forget(attempt))
+            if not self._closed:
+                self._in_background(self._forget(attempt))
             raise
         finally:
             server.attempts.discard(attempt)
@@ -201,9 +207,9 @@ class SGLangEngine:
         server, stream = attempt.server, attempt.stream
         error = attempt.error()
         try:
-            finish = attempt.turn.keep(attempt)
-        except Outdated as outdated:
-            server.leave(Health.FENCED, f"{outdated}: it was restarted, or another program updates its weights")
+            finish = attempt.turn.keep(attempt, self._fleet.version)
+        except WrongVersion as wrong:
+            server.leave(Health.FENCED, f"{wrong}: it was restarted, or another program updates its weights")
             return None
         prompt, cached = stream.prompt_tokens
         self._prefilled += prompt - cached
@@ -211,10 +217,10 @@ class SGLangEngine:
             return finish or "abort"
         if error is not None and not isinstance(error, Unreachable) and not getattr(error, "passing", False):
             raise error
-        if isinstance(error, Unreachable):
-            await self._fleet.look(server)
-        if stream.end == "cut" and server.serving:
-            self._in_background(self._forget(attempt))
+        if isinstance(error, Unreachable) and server.serving:
+            await self._fleet.check(server)
+        if stream.end == "cut" and server.health is not Health.LOST:
+            await self._forget(attempt)  # before there is another
         return None
 
     async def _forget(self, attempt: Attempt) -> None:
@@ -287,6 +293,12 @@ class SGLangEngine:
         """Wake every turn that waits."""
         self._changed.set()
         self._changed = asyncio.Event()
+
+    async def _change(self, seconds: float | None = None) -> None:
+        """Wait for `_notify`, or for so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -4,18 +4,20 @@ What always holds:
 
 * Weights and version change together, on all serving servers or on none of them. One that refuses is fenced.
 * A server that was out serves again only with the published version; the last published weights are kept for it.
-* Control calls come one after another, never two at once.
+* Pauses, updates and returns come one after another, never two at once; what may take long, finding out whether a
+  server that is out would work, holds up none of them.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from pace_agent.engine.base import UpdateRefused, WeightSource
 from pace_agent.engine.sglang.client import NoAnswer, Unreachable
-from pace_agent.engine.sglang.probe import Facts, check_server, generates, reported_version
+from pace_agent.engine.sglang.probe import Facts, all_of, check_server, generates, reported_version
 from pace_agent.engine.sglang.servers import Health, Routing, Server
 from pace_agent.engine.sglang.transports import Transport
 from pace_agent.engine.sglang.weights import KeptWeights, WeightKeeper
@@ -50,8 +52,6 @@ class Fleet:
         self.servers = list(servers)
         self.version = version
         self.paused = False
-        self.gone: RunError | None = None
-        """Set when no server came back in time: the run can't go on."""
         self._transport = transport
         self._keeper = keeper
         self._model = model
@@ -61,27 +61,37 @@ class Fleet:
         self._notify = notify
         self._routing = Routing(self.servers)
         self._control = asyncio.Lock()
-        self._watcher: asyncio.Task[None] | None = None
-        self._out_since: float | None = None
+        self._watchers: list[asyncio.Task[None]] = []
         self._out_seconds = 0.0
+        self._waiting = False
+        self._gone = ""
 
     @property
     def out_seconds(self) -> float:
         """How long no server served."""
-        return self._out_seconds + (0.0 if self._out_since is None else time.monotonic() - self._out_since)
+        since = self._out_since()
+        return self._out_seconds + (0.0 if since is None else time.monotonic() - since)
+
+    def _out_since(self) -> float | None:
+        """When the last one left; None while one serves."""
+        return None if self.serving() else max(server.left_at for server in self.servers)
+
+    def check_hope(self) -> None:
+        """RunError once no server came back in time: the run can't go on."""
+        if self._gone:
+            raise RunError(self._gone)
 
     async def start(self, architecture: str | None) -> list[Facts]:
         """Check every server, then look after them."""
-        facts = await asyncio.gather(
-            *(check_server(server.client, self.version, architecture) for server in self.servers)
-        )
-        self._watcher = asyncio.create_task(self._watch(), name="sglang-watch")
-        return list(facts)
+        facts = await all_of(check_server(server.client, self.version, architecture) for server in self.servers)
+        looks: list[Callable[[], Awaitable[None]]] = [partial(self._look, server) for server in self.servers]
+        self._watchers = [asyncio.create_task(_repeat(look), name="sglang-watch") for look in [*looks, self._mind_gap]]
+        return facts
 
     async def aclose(self) -> None:
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
         await self._transport.aclose()
         await asyncio.gather(*(server.client.aclose() for server in self.servers))
         await asyncio.to_thread(self._keeper.close)
@@ -119,8 +129,7 @@ class Fleet:
             refused = await self._send(self.serving(), kept, version)
             if refused:
                 kept.delete()
-                if self.serving():
-                    await self._send(self.serving(), await self._published(), self.version)
+                await self._roll_back()
                 raise self._refusal(refused, version)
             before, self._kept, self.version = self._kept, kept, version
         if before is not None:
@@ -132,9 +141,28 @@ class Fleet:
             self._kept = await asyncio.to_thread(self._keeper.keep, self._model, self.version)
         return self._kept
 
+    async def _roll_back(self) -> None:
+        """Take new weights back from those that took them; one that does not give them up is out."""
+        servers = self.serving()
+        try:
+            weights = await self._published() if servers else None
+        except EngineError as error:
+            for server in servers:
+                server.torn = True
+                server.leave(Health.FENCED, f"its new weights could not be taken back: {error}")
+        else:
+            if weights is not None:
+                await self._send(servers, weights, self.version)
+
     async def _send(self, servers: Sequence[Server], weights: KeptWeights, version: int) -> dict[str, str]:
         """Weights to servers. Takes those out that failed; what the ones that refused said, by URL."""
-        outcome = await self._transport.send([server.client for server in servers], weights, version)
+        try:
+            outcome = await self._transport.send([server.client for server in servers], weights, version)
+        except BaseException:
+            for server in servers:
+                server.torn = True
+                server.leave(Health.FENCED, f"the update to version {version} was broken off")
+            raise
         refused = {}
         for server in servers:
             error = outcome[server.url]
@@ -149,7 +177,8 @@ class Fleet:
     def _refusal(self, refused: Mapping[str, str], version: int) -> EngineError:
         said, left = "; ".join(refused.values()), len(self.serving())
         if not left:
-            return EngineError(f"no server took the weights of version {version}: {said}")
+            said = "; ".join(f"{server.url}: {server.reason}" for server in self.servers)
+            return EngineError(f"no server is left after the update to version {version}: {said}")
         return UpdateRefused(
             f"{len(refused)} of {len(self.servers)} servers refused the weights of version {version} and are out now; "
             f"{left} serve version {self.version} again. {said}"
@@ -171,31 +200,22 @@ class Fleet:
 
     # ---- servers that come and go ---------------------------------------------------------------------------------
 
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(PROBE_SECONDS)
-            try:
-                await asyncio.gather(*(self.look(server) for server in self.servers))
-                self._mind_the_gap()
-            except Exception:  # whatever it is, servers must be looked after
-                log.exception("looking after the servers failed")
-
-    async def look(self, server: Server) -> None:
+    async def _look(self, server: Server) -> None:
         """Is a serving server well? Is one that is out ready to come back?"""
         if server.serving:
-            await self._check(server)
-        elif time.monotonic() >= server.retry_at:
-            async with self._control:
-                if not server.serving:
-                    await self._bring_back(server)
+            await self.check(server)
+        elif not self.paused and time.monotonic() >= server.retry_at:
+            try:
+                await self._bring_back(server)
+            except EngineError as error:
+                server.put_off(str(error))
 
-    async def _check(self, server: Server) -> None:
+    async def check(self, server: Server) -> None:
+        """Take a serving server out that is not there, does not work, or has other weights than the published ones."""
         quiet = time.monotonic() - server.heard_at
         if server.attempts and not self.paused and quiet > self._stall_seconds:
             server.leave(Health.LOST, f"it has {len(server.attempts)} turns to do, and for {quiet:.0f} s came no token")
             return
-        if self._control.locked():
-            return  # its version may be changing
         expected = self.version
         try:
             version = await reported_version(server.client, ANSWER_SECONDS)
@@ -204,7 +224,8 @@ class Fleet:
         except EngineError as error:
             server.leave(Health.LOST, str(error))
             return
-        if version != str(expected) and expected == self.version and not self._control.locked():
+        changing = self._control.locked() or expected != self.version
+        if version != str(expected) and not changing:
             server.leave(
                 Health.FENCED,
                 f"it reports version {version}, but {expected} is published: it was restarted, or another program "
@@ -212,39 +233,46 @@ class Fleet:
             )
 
     async def _bring_back(self, server: Server) -> None:
-        """Give a server the published weights, unless it has them and only was away; then let it serve."""
+        """Let a server serve again, with the published weights. EngineError where it is not ready.
+
+        Not during a pause: an update that it refused is tried again without it.
+        """
         client = server.client
-        try:
+        await client.post("/continue_generation", {}, timeout=ANSWER_SECONDS)
+        await generates(client, ANSWER_SECONDS)
+        async with self._control:
+            if self.paused:
+                return
             reported = await reported_version(client, ANSWER_SECONDS)
             if server.torn or server.health is Health.FENCED or reported != str(self.version):
                 await client.post("/pause_generation", RETRACT, timeout=CONTROL_SECONDS)
-                outcome = await self._transport.send([client], await self._published(), self.version)
-                if (error := outcome[client.url]) is not None:
-                    raise error
-            await client.post("/continue_generation", {}, timeout=CONTROL_SECONDS)
-            await generates(client, ANSWER_SECONDS)
-            if self.paused:
-                await client.post("/pause_generation", RETRACT, timeout=CONTROL_SECONDS)
-            reported = await reported_version(client, ANSWER_SECONDS)
-            if reported != str(self.version):
-                raise EngineError(f"{client.url} reports version {reported} after it was given {self.version}")
-        except EngineError as error:
-            server.put_off(str(error))
-            return
-        server.come_back(self.version)
+                await self._send([server], await self._published(), self.version)
+                if server.torn:
+                    raise EngineError(server.reason)
+                await client.post("/continue_generation", {}, timeout=CONTROL_SECONDS)
+                reported = await reported_version(client, ANSWER_SECONDS)
+                if reported != str(self.version):
+                    raise EngineError(f"it reports version {reported} after it was given {self.version}")
+            self._out_seconds = self.out_seconds
+            server.come_back(self.version)
         self._notify()
 
-    def _mind_the_gap(self) -> None:
-        """Say that nobody serves, count how long, and give up in the end."""
-        now, wait = time.monotonic(), self._wait_seconds
-        if self.serving():
-            if self._out_since is not None:
-                self._out_seconds += now - self._out_since
-                self._out_since = None
-        elif self._out_since is None:
-            self._out_since = now
+    async def _mind_gap(self) -> None:
+        """Say that nobody serves, and give up in the end."""
+        since, wait = self._out_since(), self._wait_seconds
+        if since is not None and not self._waiting:
             log.warning("no SGLang server is left: rollouts wait for one, up to %g s", wait)
-        elif now - self._out_since > wait and self.gone is None:
+        self._waiting = since is not None
+        if since is not None and time.monotonic() - since > wait and not self._gone:
             reasons = "; ".join(f"{server.url}: {server.reason}" for server in self.servers)
-            self.gone = RunError(f"no SGLang server came back within {wait:g} s. {reasons}")
+            self._gone = f"no SGLang server came back within {wait:g} s. {reasons}"
             self._notify()
+
+
+async def _repeat(look: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await asyncio.sleep(PROBE_SECONDS)
+        try:
+            await look()
+        except Exception:  # whatever it is, servers must be looked after
+            log.exception("looking after the servers failed")

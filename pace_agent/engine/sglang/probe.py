@@ -2,12 +2,14 @@
 
 import asyncio
 import secrets
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pace_agent.engine.sglang.client import OLDEST, Refused, ServerClient, Unreachable
 from pace_agent.errors import EngineError
 
+T = TypeVar("T")
 ANSWER_SECONDS = 30.0
 
 
@@ -18,6 +20,7 @@ class Facts:
     `dtype` is as the server was told, so it may be "auto".
     """
 
+    version: str
     context_length: int
     usable: int
     architectures: tuple[str, ...]
@@ -31,15 +34,15 @@ async def check_server(client: ServerClient, version: int, architecture: str | N
     EngineError says what keeps it from serving: no answer, a key, its age, its model.
     """
     try:
-        model, server, models = await asyncio.gather(
-            *(client.get(path, timeout=ANSWER_SECONDS) for path in ("/model_info", "/server_info", "/v1/models"))
+        model, server, models = await all_of(
+            client.get(path, timeout=ANSWER_SECONDS) for path in ("/model_info", "/server_info", "/v1/models")
         )
     except Unreachable as error:
         raise EngineError(f"{error}. Is the server running? `pace-agent serve` starts one") from error
     facts = _facts(client.url, model, server, models)
     if architecture is not None and facts.architectures and architecture not in facts.architectures:
         raise EngineError(
-            f"{client.url} serves {model['model_path']}, a {facts.architectures[0]}; the model of this run is a "
+            f"{client.url} serves {model.get('model_path')}, a {facts.architectures[0]}; the model of this run is a "
             f"{architecture}: start the server with that model"
         )
     if int(server.get("dp_size") or 1) != 1:
@@ -49,7 +52,7 @@ async def check_server(client: ServerClient, version: int, architecture: str | N
     # Unknown ids are fine, so this asks for nothing but whether the key opens control.
     await client.post("/abort_request", {"rid": secrets.token_hex(12)}, timeout=ANSWER_SECONDS)
     await client.post("/continue_generation", {}, timeout=ANSWER_SECONDS)
-    if model["weight_version"] != str(version):
+    if facts.version != str(version):
         body = {"new_version": str(version), "abort_all_requests": False}
         await client.post("/update_weight_version", body, timeout=ANSWER_SECONDS)
     return facts
@@ -58,6 +61,7 @@ async def check_server(client: ServerClient, version: int, architecture: str | N
 def _facts(url: str, model: dict[str, Any], server: dict[str, Any], models: dict[str, Any]) -> Facts:
     try:
         return Facts(
+            version=str(model["weight_version"]),
             context_length=int(models["data"][0]["max_model_len"]),
             usable=int(server["max_req_input_len"]),
             architectures=tuple(model.get("architectures") or ()),
@@ -68,6 +72,15 @@ def _facts(url: str, model: dict[str, Any], server: dict[str, Any], models: dict
         raise EngineError(
             f"{url} does not tell its {error.args[0]!r}: its SGLang {server.get('version', '')} is older than {OLDEST}"
         ) from error
+
+
+async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """What all of them return; once all have ended, the first error of any."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 async def reported_version(client: ServerClient, timeout: float) -> str:

@@ -43,8 +43,10 @@ class Server:
     """When a token came last, or when it had a reason not to come."""
     torn: bool = False
     """An update failed half-way: whatever version it reports, its weights may be of two."""
+    left_at: float = 0.0
+    """When it stopped serving."""
     retry_at: float = 0.0
-    retry_after: float = FIRST_RETRY
+    retry_after: float = 0.0
 
     @property
     def url(self) -> str:
@@ -58,6 +60,7 @@ class Server:
         """Take the server out; what runs on it is cut, and goes on elsewhere."""
         was, self.health, self.reason = self.health, health, reason
         if was is Health.SERVING:
+            self.left_at = time.monotonic()
             log.warning("%s is out: %s", self.url, reason)
         for attempt in list(self.attempts):
             attempt.cut()
@@ -67,12 +70,12 @@ class Server:
         if self.health is Health.FENCED and reason != self.reason:
             log.warning("%s stays out: %s", self.url, reason)
         self.reason = reason
+        self.retry_after = min(max(2 * self.retry_after, FIRST_RETRY), LAST_RETRY)
         self.retry_at = time.monotonic() + self.retry_after
-        self.retry_after = min(2 * self.retry_after, LAST_RETRY)
 
     def come_back(self, version: int) -> None:
         self.health, self.reason, self.torn = Health.SERVING, "", False
-        self.retry_after, self.retry_at = FIRST_RETRY, 0.0
+        self.retry_after, self.retry_at = 0.0, 0.0
         self.heard_at = time.monotonic()
         log.warning("%s serves again, with version %d", self.url, version)
 

@@ -15,12 +15,17 @@ from pace_agent.types import VersionSpan
 End = Literal["stop", "length", "abort", "error", "cut"]
 
 
+class WrongVersion(EngineError):
+    """A server sampled with other weights than it was known to have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A place in a stream, to which its tokens can be cut back."""
 
     parsed: int
     latest: bytes | None
+    meta: dict[str, Any]
 
 
 class Stream:
@@ -60,9 +65,15 @@ class Stream:
         """Tokens of the prompt, and how many of them came from the server's cache; zeros where it did not say."""
         return int(self._meta.get("prompt_tokens") or 0), int(self._meta.get("cached_tokens") or 0)
 
+    @property
+    def version(self) -> str | None:
+        """The version that the server reported beside the last tokens, which is no stamp: it may be a later one."""
+        self._settle()
+        return None if self._meta.get("weight_version") is None else str(self._meta["weight_version"])
+
     def mark(self) -> Mark:
         """The place that the stream has reached."""
-        return Mark(len(self._ids), self._latest)
+        return Mark(len(self._ids), self._latest, self._meta)
 
     def cut_back(self, mark: Mark) -> None:
         """Forget every token after `mark`."""
@@ -71,6 +82,7 @@ class Stream:
             self._take(json.loads(mark.latest))
             return
         self._settle()
+        self._meta = mark.meta
         del self._ids[mark.parsed :], self._logprobs[mark.parsed :]
 
     def settle(self) -> None:
@@ -78,7 +90,10 @@ class Stream:
         self._settle()
 
     def spans(self, url: str) -> tuple[VersionSpan, ...]:
-        """The versions of all tokens, from a final chunk. EngineError where it does not tell them."""
+        """The versions of all tokens, from a final chunk. EngineError where it does not tell them.
+
+        WrongVersion where one is not a number, and so not of this run.
+        """
         stamps, count = self._meta.get("weight_versions"), len(self.ids)
         if stamps is None:
             raise EngineError(
@@ -145,6 +160,4 @@ def _version(text: str, url: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise EngineError(
-            f"{url} reports the version {text!r}, which is not of this run: does another program update its weights?"
-        ) from None
+        raise WrongVersion(f"{url} sampled with version {text!r}, which is not of this run") from None

@@ -15,7 +15,7 @@ from pace_agent.engine.base import Generation, GenerationRequest
 from pace_agent.engine.request import spans_of
 from pace_agent.engine.sglang.client import Refused, Unreachable
 from pace_agent.engine.sglang.servers import Server
-from pace_agent.engine.sglang.stream import Mark, Stream
+from pace_agent.engine.sglang.stream import Mark, Stream, WrongVersion
 from pace_agent.errors import EngineError
 from pace_agent.types import Finish, VersionSpan
 
@@ -71,8 +71,12 @@ class Attempt:
         """Spans after an end that was not heard; tokens of uncertain versions are forgotten."""
         if self._certain is not None:
             self.stream.cut_back(self._certain)
-        count = len(self.stream.ids)
-        return (VersionSpan(self.version, 0, count),) if count else ()
+        count, reported = len(self.stream.ids), self.stream.version
+        if not count:
+            return ()
+        if reported not in (None, str(self.version)):
+            raise WrongVersion(f"{self.server.url} sampled with version {reported} where it had version {self.version}")
+        return (VersionSpan(self.version, 0, count),)
 
 
 @dataclass(slots=True)
@@ -83,9 +87,9 @@ class Turn:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    segments: int = 0
     attempt: Attempt | None = None
     aborted: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def body(self, attempt: Attempt, stream_interval: int) -> dict[str, Any]:
         """What the server is asked: to go on from the kept tokens, with what is left of the budget."""
@@ -114,21 +118,24 @@ class Turn:
             "sampling_params": params,
         }
 
-    def keep(self, attempt: Attempt) -> Finish | None:
-        """Take the tokens of an attempt that is over; the finish of the turn, or None when it has to go on."""
+    def keep(self, attempt: Attempt, published: int) -> Finish | None:
+        """Take the tokens of an attempt that is over; the finish of the turn, or None when it has to go on.
+
+        WrongVersion, and nothing is kept, where they are older than what the server had, or newer than `published`.
+        """
         stream = attempt.stream
         stream.settle()
         heard = stream.end in ("stop", "length") or (stream.end == "abort" and stream.stamped == len(stream.ids))
         spans = stream.spans(attempt.server.url) if heard else attempt.certain_spans()
-        if spans and spans[0].version < max(attempt.version, self.versions[-1] if self.versions else 0):
-            raise Outdated(
-                f"{attempt.server.url} sampled with version {spans[0].version} after it had version {attempt.version}"
-            )
+        known = attempt.version
+        for span in spans:
+            if not known <= span.version <= published:
+                raise WrongVersion(f"{attempt.server.url} sampled with version {span.version} where it had {known}")
+            known = span.version
         self.ids += stream.ids
         self.logprobs += stream.logprobs
         for span in spans:
             self.versions += [span.version] * (span.end - span.start)
-        self.segments += len(spans)
         sampling = self.request.sampling
         if heard and stream.end != "abort":
             return "stop" if stream.end == "stop" else "length"
@@ -137,8 +144,5 @@ class Turn:
         return "length" if len(self.ids) >= sampling.max_new_tokens else None
 
     def generation(self, finish: Finish) -> Generation:
-        return Generation(tuple(self.ids), tuple(self.logprobs), spans_of(self.versions), finish, max(self.segments, 1))
-
-
-class Outdated(EngineError):
-    """A server that served weights older than those it was known to have."""
+        spans = spans_of(self.versions)
+        return Generation(tuple(self.ids), tuple(self.logprobs), spans, finish, max(len(spans), 1))
