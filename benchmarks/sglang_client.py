@@ -205,8 +205,9 @@ def by_episodes(load: Load, engine: Engine) -> Callable[[int], Awaitable[list[Tu
 
 async def update_midway(load: Load, engine: SGLangEngine) -> None:
     """A pause, new weights and a resume when all have ended their first turn and are in the next."""
-    while engine.stats().sampled_tokens < load.rollouts * load.tokens:
-        await asyncio.sleep(0.1)
+    async with asyncio.timeout(600):
+        while engine.stats().sampled_tokens < load.rollouts * load.tokens:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
     await asyncio.sleep(load.tokens * TOKEN_SECONDS / 2)
     await engine.pause()
     await engine.update_weights(Path(load.model), 1)
@@ -318,6 +319,8 @@ async def client(load: Load) -> dict[str, Any]:
     """Play it all, and say what it cost."""
     if load.side.startswith("httpx"):
         return await measure(load, by_httpx(load))
+    if "update" in load.side:
+        import torch  # noqa: F401  # an update needs it, and imports don't count
     engine = make_engine(load)
     await engine.start()
     rollout = (by_episodes if "episodes" in load.side else by_engine)(load, engine)
