@@ -8,6 +8,7 @@ from tiny_models import VOCAB
 
 from pace_agent.engine.sglang.client import Keys
 from pace_agent.engine.sglang.engine import SGLangEngine, SGLangOptions
+from pace_agent.engine.sglang.router import Router
 from pace_agent.engine.sglang.transports import make_transport
 from pace_agent.engine.sglang.weights import WeightKeeper
 
@@ -18,6 +19,7 @@ def sglang_engine(
     *,
     update: Literal["disk", "tensor", "group"] = "disk",
     keys: Keys | None = None,
+    router: Router | None = None,
     **options: Any,
 ) -> SGLangEngine:
     """An engine over servers that have the weights in `model`. `options` are those of SGLangOptions."""
@@ -28,4 +30,5 @@ def sglang_engine(
         keeper=WeightKeeper(model),
         model=model,
         keys=keys,
+        router=router,
     )

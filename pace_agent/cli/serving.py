@@ -96,6 +96,7 @@ def make_engine(config: RunConfig, model: Path, limits: Limits, served: Served |
 
 def _sglang(config: RunConfig, model: Path, limits: Limits, served: Served) -> "SGLangEngine":
     from pace_agent.engine.sglang.engine import SGLangEngine, SGLangOptions
+    from pace_agent.engine.sglang.router import attach_router
     from pace_agent.engine.sglang.transports import make_transport
     from pace_agent.engine.sglang.weights import WeightKeeper
 
@@ -115,6 +116,7 @@ def _sglang(config: RunConfig, model: Path, limits: Limits, served: Served) -> "
         keeper=WeightKeeper(model, folder=section.weights_dir, dtype=section.dtype),
         model=model,
         keys=served.keys,
+        router=None if served.router_url is None else attach_router(served.router_url),
     )
 
 

@@ -195,11 +195,13 @@ class Runtime:
         """Swap the engine's weights between two tokens; interrupted rollouts go on from the tokens they have."""
         await self.engine.pause()
         try:
-            try:
-                await self.engine.update_weights(weights, version)
-            except UpdateRefused as refused:  # by servers that are out now; once more, for the others
-                log.warning("%s", refused)
-                await self.engine.update_weights(weights, version)
+            published = False
+            while not published:
+                try:
+                    await self.engine.update_weights(weights, version)
+                    published = True
+                except UpdateRefused as refused:  # by servers that are out now; again, for the others
+                    log.warning("%s", refused)
             self.version = version
         finally:
             await self.engine.resume()

@@ -22,7 +22,9 @@ from pace_agent.engine.base import EngineInfo, EngineStats, Generation, Generati
 from pace_agent.engine.request import check_request
 from pace_agent.engine.sglang.client import Keys, ServerClient, Unreachable
 from pace_agent.engine.sglang.fleet import Fleet
+from pace_agent.engine.sglang.front import Front
 from pace_agent.engine.sglang.probe import Facts
+from pace_agent.engine.sglang.router import Router
 from pace_agent.engine.sglang.servers import Health, Server
 from pace_agent.engine.sglang.stream import WrongVersion
 from pace_agent.engine.sglang.transports import Transport
@@ -70,7 +72,9 @@ class SGLangEngine:
         keeper: WeightKeeper,
         model: Path,
         keys: Keys | None = None,
+        router: Router | None = None,
     ) -> None:
+        """Generation goes through `router` where there is one, all else to each server."""
         self._options = options
         self._fleet = Fleet(
             [Server(ServerClient(url, keys)) for url in urls],
@@ -81,6 +85,7 @@ class SGLangEngine:
             stall_seconds=options.stall_seconds,
             wait_seconds=options.wait_seconds,
             notify=self._notify,
+            front=None if router is None else Front(router, keys),
         )
         self._context_length = 0
         self._times = Times()
@@ -209,7 +214,7 @@ class SGLangEngine:
         try:
             finish = attempt.turn.keep(attempt, self._fleet.version)
         except WrongVersion as wrong:
-            server.leave(Health.FENCED, f"{wrong}: it was restarted, or another program updates its weights")
+            await self._fleet.suspect(server, f"{wrong}: it was restarted, or another program updates its weights")
             return None
         prompt, cached = stream.prompt_tokens
         self._prefilled += prompt - cached
@@ -217,16 +222,20 @@ class SGLangEngine:
             return finish or "abort"
         if error is not None and not isinstance(error, Unreachable) and not getattr(error, "passing", False):
             raise error
-        if isinstance(error, Unreachable) and server.serving:
-            await self._fleet.check(server)
+        if isinstance(error, Unreachable):
+            await self._fleet.suspect(server)
         if stream.end == "cut" and server.health is not Health.LOST:
             await self._forget(attempt)  # before there is another
         return None
 
     async def _forget(self, attempt: Attempt) -> None:
-        """Tell the server that nobody listens any more."""
-        with suppress(EngineError):
-            await attempt.server.client.post("/abort_request", {"rid": attempt.rid}, timeout=ABORT_SECONDS)
+        """Tell the server that nobody listens any more; each one where a router chose it."""
+
+        async def tell(server: Server) -> None:
+            with suppress(EngineError):
+                await server.client.post("/abort_request", {"rid": attempt.rid}, timeout=ABORT_SECONDS)
+
+        await asyncio.gather(*(tell(server) for server in self._fleet.behind(attempt.server)))
 
     async def abort(self, rid: str | None = None) -> None:
         turns = list(self._turns.values()) if rid is None else [self._turns[rid]] if rid in self._turns else []
@@ -241,6 +250,16 @@ class SGLangEngine:
         if attempt.task is not None:
             await asyncio.wait({attempt.task}, timeout=ABORT_SECONDS)
         attempt.cut()
+
+    async def release_memory(self) -> None:
+        """Once no turn runs, let the servers give up their memory; the next weights give it back to them.
+
+        Whoever calls this begins no turn until then.
+        """
+        self._check_open()
+        await asyncio.gather(*(turn.ended.wait() for turn in list(self._turns.values())))
+        await self.pause()
+        await self._fleet.release_memory()
 
     async def release(self, session: str) -> None:
         self._fleet.release(session)

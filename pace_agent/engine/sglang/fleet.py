@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pace_agent.engine.base import UpdateRefused, WeightSource
 from pace_agent.engine.sglang.client import NoAnswer, Unreachable
+from pace_agent.engine.sglang.front import Front
 from pace_agent.engine.sglang.probe import Facts, all_of, check_server, generates, reported_version
 from pace_agent.engine.sglang.servers import Health, Routing, Server
 from pace_agent.engine.sglang.transports import Transport
@@ -48,8 +49,10 @@ class Fleet:
         stall_seconds: float,
         wait_seconds: float,
         notify: Callable[[], None],
+        front: Front | None = None,
     ) -> None:
         self.servers = list(servers)
+        self._front = front
         self.version = version
         self.paused = False
         self._transport = transport
@@ -64,6 +67,7 @@ class Fleet:
         self._watchers: list[asyncio.Task[None]] = []
         self._out_seconds = 0.0
         self._waiting = False
+        self._asleep = False
         self._gone = ""
 
     @property
@@ -73,8 +77,10 @@ class Fleet:
         return self._out_seconds + (0.0 if since is None else time.monotonic() - since)
 
     def _out_since(self) -> float | None:
-        """When the last one left; None while one serves."""
-        return None if self.serving() else max(server.left_at for server in self.servers)
+        """When the last one left, or the router; None while turns can go somewhere."""
+        if not self.serving():
+            return max(server.left_at for server in self.servers)
+        return None if self._front is None or self._front.server.serving else self._front.server.left_at
 
     def check_hope(self) -> None:
         """RunError once no server came back in time: the run can't go on."""
@@ -85,6 +91,9 @@ class Fleet:
         """Check every server, then look after them."""
         facts = await all_of(check_server(server.client, self.version, architecture) for server in self.servers)
         looks: list[Callable[[], Awaitable[None]]] = [partial(self._look, server) for server in self.servers]
+        if self._front is not None:
+            await self._front.start(self.servers)
+            looks.append(partial(self._look_at_front, self._front))
         self._watchers = [asyncio.create_task(_repeat(look), name="sglang-watch") for look in [*looks, self._mind_gap]]
         return facts
 
@@ -92,13 +101,23 @@ class Fleet:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
+        if self._front is not None:
+            await self._front.aclose()
         await self._transport.aclose()
         await asyncio.gather(*(server.client.aclose() for server in self.servers))
         await asyncio.to_thread(self._keeper.close)
 
     def route(self, session: str) -> Server | None:
         """Where the next turn of a session goes; None while paused, and while no server serves."""
-        return None if self.paused else self._routing.route(session)
+        if self.paused:
+            return None
+        if self._front is not None:
+            return self._front.server if self._front.server.serving and self.serving() else None
+        return self._routing.route(session)
+
+    def behind(self, server: Server) -> list[Server]:
+        """The servers that an attempt on `server` may run on: itself, or all that serve behind a router."""
+        return [server] if server in self.servers else self.serving()
 
     def release(self, session: str) -> None:
         self._routing.release(session)
@@ -112,11 +131,28 @@ class Fleet:
 
     async def resume(self) -> None:
         async with self._control:
+            if await self._wake():
+                await self._send(self.serving(), await self._published(), self.version)
+            if self._front is not None:
+                await self._front.settle()
             await self._tell_all("/continue_generation", {})
             self.paused = False
-            for server in self.servers:
-                server.heard_at = time.monotonic()
+            for server in [*self.servers, *([] if self._front is None else [self._front.server])]:
+                server.rest()
         self._notify()
+
+    async def release_memory(self) -> None:
+        """Let paused servers without turns give up their memory."""
+        async with self._control:
+            self._asleep = True
+            await self._tell_all("/release_memory_occupation", {})
+
+    async def _wake(self) -> bool:
+        """Give servers their memory back; whether they had given it up. Then they want weights."""
+        was, self._asleep = self._asleep, False
+        if was:
+            await self._tell_all("/resume_memory_occupation", {})
+        return was
 
     async def update(self, source: WeightSource, version: int) -> None:
         """Publish to all serving servers; those that are out get these weights when they return.
@@ -126,6 +162,7 @@ class Fleet:
         """
         kept = await asyncio.to_thread(self._keeper.keep, source, version)
         async with self._control:
+            await self._wake()
             refused = await self._send(self.serving(), kept, version)
             if refused:
                 kept.delete()
@@ -203,14 +240,34 @@ class Fleet:
     async def _look(self, server: Server) -> None:
         """Is a serving server well? Is one that is out ready to come back?"""
         if server.serving:
-            await self.check(server)
+            await self._check(server)
         elif not self.paused and time.monotonic() >= server.retry_at:
             try:
                 await self._bring_back(server)
             except EngineError as error:
                 server.put_off(str(error))
 
-    async def check(self, server: Server) -> None:
+    async def suspect(self, server: Server, wrong: str = "") -> None:
+        """Something went wrong with an attempt there: see who is still well. `wrong` is what is known of it."""
+        if server in self.servers and wrong:
+            server.leave(Health.FENCED, wrong)
+        elif self._front is not None:
+            await self._look_at_front(self._front)
+        await asyncio.gather(*(self._check(each) for each in self.behind(server) if each.serving))
+
+    async def _look_at_front(self, front: Front) -> None:
+        """Is the router there? Did turns behind it stall?"""
+        if await front.answers():
+            if not front.server.serving and await front.takes(self.serving()):
+                self._out_seconds = self.out_seconds
+                front.server.come_back(self.version)
+                self._notify()
+        elif front.server.serving:
+            front.server.leave(Health.LOST, "the router does not answer")
+        if not self.paused:
+            front.cut_stalled(self._stall_seconds)
+
+    async def _check(self, server: Server) -> None:
         """Take a serving server out that is not there, does not work, or has other weights than the published ones."""
         quiet = time.monotonic() - server.heard_at
         if server.attempts and not self.paused and quiet > self._stall_seconds:
@@ -253,6 +310,8 @@ class Fleet:
                 reported = await reported_version(client, ANSWER_SECONDS)
                 if reported != str(self.version):
                     raise EngineError(f"it reports version {reported} after it was given {self.version}")
+            if self._front is not None:
+                await self._front.add(server)
             self._out_seconds = self.out_seconds
             server.come_back(self.version)
         self._notify()

@@ -10,7 +10,7 @@ version.
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -47,6 +47,7 @@ class Server:
     """When it stopped serving."""
     retry_at: float = 0.0
     retry_after: float = 0.0
+    on_leave: Callable[["Server"], None] | None = None
 
     @property
     def url(self) -> str:
@@ -62,8 +63,16 @@ class Server:
         if was is Health.SERVING:
             self.left_at = time.monotonic()
             log.warning("%s is out: %s", self.url, reason)
+            if self.on_leave is not None:
+                self.on_leave(self)
         for attempt in list(self.attempts):
             attempt.cut()
+
+    def rest(self) -> None:
+        """There was a reason for no token to come; now they may."""
+        self.heard_at = time.monotonic()
+        for attempt in self.attempts:
+            attempt.heard_at = self.heard_at
 
     def put_off(self, reason: str) -> None:
         """It is not ready to come back: look later and later."""

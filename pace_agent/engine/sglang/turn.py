@@ -19,6 +19,9 @@ from pace_agent.engine.sglang.stream import Mark, Stream, WrongVersion
 from pace_agent.errors import EngineError
 from pace_agent.types import Finish, VersionSpan
 
+ROUTING_HEADER = "X-SMG-Routing-Key"
+"""By it a router keeps the turns of one rollout on one server. Servers take no notice of it."""
+
 
 class Attempt:
     """A request that is with a server. `version` is what the server had when it was sent."""
@@ -31,14 +34,16 @@ class Attempt:
         self.version = version
         self.stream = Stream()
         self.task: asyncio.Task[None] | None = None
+        self.heard_at = time.monotonic()
         self._certain: Mark | None = None
 
     async def listen(self, stream_interval: int) -> None:
         """Send the request and take in what comes, to the end of the stream."""
         body = self.turn.body(self, stream_interval)
-        async with self.server.client.stream(body) as chunks:
+        headers = {ROUTING_HEADER: self.turn.request.session or self.rid}
+        async with self.server.client.stream(body, headers) as chunks:
             async for data in chunks:
-                self.server.heard_at = time.monotonic()
+                self.heard_at = self.server.heard_at = time.monotonic()
                 self.stream.feed(data)
         self.stream.settle()
 
@@ -51,6 +56,8 @@ class Attempt:
         url, stream = self.server.url, self.stream
         if error is not None:
             return EngineError(f"{url} answered what can't be read: {type(error).__name__}: {error}")
+        if stream.end == "error" and not 400 <= (stream.status or 500) < 500:
+            return Unreachable(f"{url}/generate was cut: {stream.message}")  # so says a router of a server that died
         if stream.end == "error" or (stream.end == "abort" and stream.status is not None):
             return Refused(f"{url}/generate: {stream.message}", stream.status or 400)
         if stream.end == "cut":
