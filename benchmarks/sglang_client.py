@@ -20,7 +20,8 @@ It does not check ids, route, watch servers, wait for a pause, retry, or go on f
 peer with one client for all rollouts (and no limit of connections), as the documentation of httpx advises: its pool
 looks at every connection whenever a request begins or ends. It is played once, and takes minutes.
 
-`pause and update` is ours with a pause, new weights and a resume while all turns run: every turn is cut once.
+`pause and update` is ours with a pause, new weights and a resume once the first turns have ended; below the table
+stands how many turns have tokens of both versions.
 `--episodes` plays ours through `Player`, the rollout loop of training, with an environment without work.
 `--cumulative` has the server repeat everything in each chunk, as SGLang does unless it is told otherwise.
 
@@ -473,7 +474,8 @@ def show(options: argparse.Namespace, results: Mapping[str, list[dict[str, Any]]
     for side, runs in results.items():
         if "update" in side:
             share = median(one["interrupted"] for one in runs) / (options.rollouts * options.turns)
-            print(f"\n{side}: {share:.0%} of the turns cut, {median(one['paused'] for one in runs):.2f} s paused")
+            paused = median(one["paused"] for one in runs)
+            print(f"\n{side}: {share:.0%} of the turns have two versions, {paused:.2f} s paused")
 
 
 if __name__ == "__main__":
