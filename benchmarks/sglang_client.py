@@ -50,8 +50,8 @@ import httpx
 
 from pace_agent.engine.base import Engine, GenerationRequest, SamplingParams
 from pace_agent.engine.sglang.engine import SGLangEngine, SGLangOptions
-from pace_agent.engine.sglang.transports import make_transport
-from pace_agent.engine.sglang.weights import WeightKeeper
+from pace_agent.engine.sglang.weights.kept import WeightKeeper
+from pace_agent.engine.sglang.weights.transports import make_transport
 from pace_agent.rollout.episode import Episode, Player
 from pace_agent.rollout.limits import Limits
 from pace_agent.types import Message, Task

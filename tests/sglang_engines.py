@@ -8,9 +8,9 @@ from tiny_models import VOCAB
 
 from pace_agent.engine.sglang.client import Keys
 from pace_agent.engine.sglang.engine import SGLangEngine, SGLangOptions
-from pace_agent.engine.sglang.router import Router
-from pace_agent.engine.sglang.transports import make_transport
-from pace_agent.engine.sglang.weights import WeightKeeper
+from pace_agent.engine.sglang.serving.router import Router
+from pace_agent.engine.sglang.weights.kept import WeightKeeper
+from pace_agent.engine.sglang.weights.transports import make_transport
 
 
 def sglang_engine(

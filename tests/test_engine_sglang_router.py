@@ -10,7 +10,7 @@ import pytest
 from real_sglang import sglang_python
 from sglang_world import quick, until, world
 
-from pace_agent.engine.sglang.router import KINDS, Router, RouterKind, start_router
+from pace_agent.engine.sglang.serving.router import KINDS, Router, RouterKind, start_router
 from pace_agent.errors import UserError
 
 

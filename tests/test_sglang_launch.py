@@ -21,9 +21,9 @@ from sglang_standin import make_standin
 from tiny_models import make_model
 
 from pace_agent.cli import main
-from pace_agent.engine.sglang import keeping
-from pace_agent.engine.sglang.keeping import free_ports, status_of
-from pace_agent.engine.sglang.launch import ServerOptions, Servers, launch, server_command
+from pace_agent.engine.sglang.serving import keeping
+from pace_agent.engine.sglang.serving.keeping import free_ports, status_of
+from pace_agent.engine.sglang.serving.launch import ServerOptions, Servers, launch, server_command
 from pace_agent.errors import RunError, UserError
 
 WAIT_SECONDS = 60.0
@@ -214,7 +214,7 @@ def test_a_killed_server_is_started_again_until_it_is_given_up(
 def test_a_server_that_ignores_the_signal_is_killed(
     python: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pace_agent.engine.sglang.processes.GRACE_SECONDS", 0.3)
+    monkeypatch.setattr("pace_agent.engine.sglang.serving.processes.GRACE_SECONDS", 0.3)
     with launch(ServerOptions(python=python, args=("--stubborn",)), model, tmp_path) as servers:
         pids = all_pids(servers)
     assert not any(map(is_alive, pids))
@@ -223,7 +223,7 @@ def test_a_server_that_ignores_the_signal_is_killed(
 OWNER = """
 import os, sys, threading, time
 from pathlib import Path
-from pace_agent.engine.sglang.launch import ServerOptions, launch
+from pace_agent.engine.sglang.serving.launch import ServerOptions, launch
 servers = []
 def start():  # in a thread that ends: the servers must not end with it
     servers.append(launch(ServerOptions(python=sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])))

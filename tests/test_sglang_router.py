@@ -16,7 +16,7 @@ import httpx
 import pytest
 from real_sglang import sglang_python
 
-from pace_agent.engine.sglang.router import KINDS, Router, RouterKind, attach_router, start_router
+from pace_agent.engine.sglang.serving.router import KINDS, Router, RouterKind, attach_router, start_router
 from pace_agent.errors import EngineError, UserError
 
 GENERATE = {

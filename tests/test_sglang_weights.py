@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from pace_agent.engine.local.process import share_weights
 from pace_agent.engine.sglang.client import ServerClient, Unreachable
-from pace_agent.engine.sglang.transports import Transport, make_transport
-from pace_agent.engine.sglang.weights import SHARED_MEMORY, KeptWeights, WeightKeeper, remove_leftovers
+from pace_agent.engine.sglang.weights.kept import SHARED_MEMORY, KeptWeights, WeightKeeper, remove_leftovers
+from pace_agent.engine.sglang.weights.transports import Transport, make_transport
 from pace_agent.errors import EngineError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -179,7 +179,7 @@ def test_buckets_hold_everything_once_and_aligned(keeper: WeightKeeper) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from pace_agent.engine.sglang.weights import WeightKeeper
+from pace_agent.engine.sglang.weights.kept import WeightKeeper
 kept = WeightKeeper(Path(sys.argv[1]), folder=Path(sys.argv[2])).keep(Path(sys.argv[1]), 1)
 (kept.folder.parent / f".{kept.folder.name}").mkdir()
 if sys.argv[3] == "kill":

@@ -11,9 +11,9 @@ import torch
 
 from pace_agent.engine.base import GenerationRequest, SamplingParams
 from pace_agent.engine.sglang.engine import SGLangEngine, SGLangOptions
-from pace_agent.engine.sglang.launch import ServerOptions, Servers, launch
-from pace_agent.engine.sglang.transports import make_transport
-from pace_agent.engine.sglang.weights import WeightKeeper
+from pace_agent.engine.sglang.serving.launch import ServerOptions, Servers, launch
+from pace_agent.engine.sglang.weights.kept import WeightKeeper
+from pace_agent.engine.sglang.weights.transports import make_transport
 
 SETS, NOISE = 3, 0.1
 """Sets of weights that versions take in turn: the model's own, and others with noise, a share of a tensor's spread."""

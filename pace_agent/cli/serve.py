@@ -18,7 +18,7 @@ from pace_agent.config import RunConfig
 from pace_agent.errors import RunError, UserError
 
 if TYPE_CHECKING:
-    from pace_agent.engine.sglang.launch import Servers
+    from pace_agent.engine.sglang.serving.launch import Servers
 
 LOOK_SECONDS = 0.5
 
@@ -41,8 +41,8 @@ def run(model: str, config: RunConfig) -> None:
 
 def _serve(model: str, folder: Path, config: RunConfig) -> None:
     try:
-        from pace_agent.engine.sglang.launch import ServerOptions, launch
-        from pace_agent.engine.sglang.router import start_router
+        from pace_agent.engine.sglang.serving.launch import ServerOptions, launch
+        from pace_agent.engine.sglang.serving.router import start_router
     except ModuleNotFoundError as error:
         if error.name != "httpx":
             raise

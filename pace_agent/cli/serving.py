@@ -48,8 +48,8 @@ def serving(
     if find_spec("httpx") is None:
         raise UserError("engine.kind = \"sglang\" needs httpx: pip install 'pace-agent[sglang]'")
     from pace_agent.engine.sglang.client import Keys
-    from pace_agent.engine.sglang.launch import ServerOptions, launch
-    from pace_agent.engine.sglang.router import start_router
+    from pace_agent.engine.sglang.serving.launch import ServerOptions, launch
+    from pace_agent.engine.sglang.serving.router import start_router
 
     if section.urls:
         keys = Keys(os.environ.get(section.api_key_env, ""), os.environ.get(section.admin_key_env, ""))
@@ -96,9 +96,9 @@ def make_engine(config: RunConfig, model: Path, limits: Limits, served: Served |
 
 def _sglang(config: RunConfig, model: Path, limits: Limits, served: Served) -> "SGLangEngine":
     from pace_agent.engine.sglang.engine import SGLangEngine, SGLangOptions
-    from pace_agent.engine.sglang.router import attach_router
-    from pace_agent.engine.sglang.transports import make_transport
-    from pace_agent.engine.sglang.weights import WeightKeeper
+    from pace_agent.engine.sglang.serving.router import attach_router
+    from pace_agent.engine.sglang.weights.kept import WeightKeeper
+    from pace_agent.engine.sglang.weights.transports import make_transport
 
     section = config.sglang
     about = json.loads((model / "config.json").read_text(encoding="utf-8"))

@@ -24,12 +24,12 @@ from pace_agent.engine.sglang.client import Keys, ServerClient, Unreachable
 from pace_agent.engine.sglang.fleet import Fleet
 from pace_agent.engine.sglang.front import Front
 from pace_agent.engine.sglang.probe import Facts
-from pace_agent.engine.sglang.router import Router
 from pace_agent.engine.sglang.servers import Health, Server
+from pace_agent.engine.sglang.serving.router import Router
 from pace_agent.engine.sglang.stream import WrongVersion
-from pace_agent.engine.sglang.transports import Transport
 from pace_agent.engine.sglang.turn import Attempt, Turn
-from pace_agent.engine.sglang.weights import WeightKeeper
+from pace_agent.engine.sglang.weights.kept import WeightKeeper
+from pace_agent.engine.sglang.weights.transports import Transport
 from pace_agent.engine.times import Times
 from pace_agent.errors import EngineError
 from pace_agent.types import Finish

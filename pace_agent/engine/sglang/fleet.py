@@ -20,8 +20,8 @@ from pace_agent.engine.sglang.client import NoAnswer, Unreachable
 from pace_agent.engine.sglang.front import Front
 from pace_agent.engine.sglang.probe import Facts, all_of, check_server, generates, reported_version
 from pace_agent.engine.sglang.servers import Health, Routing, Server
-from pace_agent.engine.sglang.transports import Transport
-from pace_agent.engine.sglang.weights import KeptWeights, WeightKeeper
+from pace_agent.engine.sglang.weights.kept import KeptWeights, WeightKeeper
+from pace_agent.engine.sglang.weights.transports import Transport
 from pace_agent.errors import EngineError, RunError
 
 log = logging.getLogger(__name__)

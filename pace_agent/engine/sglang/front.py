@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterable, Sequence
 
 from pace_agent.engine.sglang.client import Keys, ServerClient
-from pace_agent.engine.sglang.router import Router
 from pace_agent.engine.sglang.servers import Server
+from pace_agent.engine.sglang.serving.router import Router
 from pace_agent.errors import EngineError
 
 log = logging.getLogger(__name__)

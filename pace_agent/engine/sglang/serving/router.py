@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import httpx
 
-from pace_agent.engine.sglang.keeping import (
+from pace_agent.engine.sglang.serving.keeping import (
     KeptProcess,
     close_all,
     environment_for,

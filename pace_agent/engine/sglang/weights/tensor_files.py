@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pace_agent.engine.base import WeightSource
-from pace_agent.engine.sglang.headers import SAFETENSORS_NAMES, Entry
+from pace_agent.engine.sglang.weights.headers import SAFETENSORS_NAMES, Entry
 
 
 class Maps:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pace_agent.engine.sglang.guard import POLL_SECONDS, SECRET_PATH
+from pace_agent.engine.sglang.serving.guard import POLL_SECONDS, SECRET_PATH
 
 GRACE_SECONDS = 10.0
 """From SIGTERM to SIGKILL. Servers look for the signal every five seconds, and then free their GPU's memory."""

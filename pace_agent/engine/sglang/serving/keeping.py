@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from pace_agent.engine.sglang.processes import GuardedProcess
+from pace_agent.engine.sglang.serving.processes import GuardedProcess
 from pace_agent.errors import RunError, UserError
 
 log = logging.getLogger(__name__)

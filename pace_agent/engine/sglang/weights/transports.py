@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Literal, Protocol
 
 from pace_agent.engine.sglang.client import Refused, ServerClient
-from pace_agent.engine.sglang.weights import KeptWeights
+from pace_agent.engine.sglang.weights.kept import KeptWeights
 from pace_agent.errors import EngineError
 
 STEP_SECONDS = 300.0
@@ -38,10 +38,10 @@ def make_transport(
     if update == "disk":
         return DiskTransport(step_seconds=step_seconds)
     if update == "tensor":
-        from pace_agent.engine.sglang.tensor_transport import TensorTransport
+        from pace_agent.engine.sglang.weights.tensor_transport import TensorTransport
 
         return TensorTransport(step_seconds=step_seconds)
-    from pace_agent.engine.sglang.group_transport import GroupTransport
+    from pace_agent.engine.sglang.weights.group_transport import GroupTransport
 
     return GroupTransport(device, step_seconds=step_seconds)
 

@@ -24,8 +24,15 @@ import torch
 from torch.multiprocessing import reductions
 
 from pace_agent.engine.sglang.client import ServerClient
-from pace_agent.engine.sglang.transports import BUCKET_BYTES, STEP_SECONDS, Outcome, Steps, post, tensor_parallel
-from pace_agent.engine.sglang.weights import KeptWeights
+from pace_agent.engine.sglang.weights.kept import KeptWeights
+from pace_agent.engine.sglang.weights.transports import (
+    BUCKET_BYTES,
+    STEP_SECONDS,
+    Outcome,
+    Steps,
+    post,
+    tensor_parallel,
+)
 from pace_agent.errors import EngineError
 
 

@@ -25,7 +25,8 @@ import torch
 import torch.distributed
 
 from pace_agent.engine.sglang.client import Refused, ServerClient
-from pace_agent.engine.sglang.transports import (
+from pace_agent.engine.sglang.weights.kept import KeptWeights
+from pace_agent.engine.sglang.weights.transports import (
     BUCKET_BYTES,
     CLOSING_SECONDS,
     STEP_SECONDS,
@@ -34,7 +35,6 @@ from pace_agent.engine.sglang.transports import (
     post,
     tensor_parallel,
 )
-from pace_agent.engine.sglang.weights import KeptWeights
 from pace_agent.errors import EngineError
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
-from pace_agent.engine.sglang.keeping import (
+from pace_agent.engine.sglang.serving.keeping import (
     KeptProcess,
     close_all,
     environment_for,
@@ -30,7 +30,7 @@ from pace_agent.engine.sglang.keeping import (
     status_of,
     wait_ready,
 )
-from pace_agent.engine.sglang.processes import SECRET_PATH
+from pace_agent.engine.sglang.serving.processes import SECRET_PATH
 from pace_agent.errors import UserError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pace_agent.engine.base import WeightSource
-from pace_agent.engine.sglang.headers import SAFETENSORS_NAMES, Entry, Model, match, read_entries, weight_files
+from pace_agent.engine.sglang.weights.headers import SAFETENSORS_NAMES, Entry, Model, match, read_entries, weight_files
 from pace_agent.errors import EngineError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class KeptWeights:
 
     def pack(self, names: Sequence[str], flat: "Tensor") -> None:
         """Copy tensors end to end into `flat`, bytes as long as all of them."""
-        from pace_agent.engine.sglang.tensor_files import Maps
+        from pace_agent.engine.sglang.weights.tensor_files import Maps
 
         maps = Maps()
         position = 0
@@ -76,7 +76,7 @@ class KeptWeights:
 
     def tensors(self) -> "Iterator[tuple[str, Tensor]]":
         """Each tensor by name, mapped from the folder and read when it is used."""
-        from pace_agent.engine.sglang.tensor_files import Maps
+        from pace_agent.engine.sglang.weights.tensor_files import Maps
 
         maps = Maps()
         return ((name, maps.tensor(entry)) for name, entry in self.entries.items())
@@ -127,7 +127,7 @@ class WeightKeeper:
                 for file in weight_files(Path(source)):
                     _link(file, draft / _loadable(file.name))
             else:
-                from pace_agent.engine.sglang.tensor_files import write_tensors
+                from pace_agent.engine.sglang.weights.tensor_files import write_tensors
 
                 write_tensors(draft / "model.safetensors", source, given, sources, dtypes)
             entries = read_entries(draft)
@@ -185,7 +185,7 @@ def _check_ties(source: WeightSource, given: Mapping[str, Entry], pairs: Sequenc
     """Two names of one tied tensor must not bring two values."""
     import torch
 
-    from pace_agent.engine.sglang.tensor_files import Maps
+    from pace_agent.engine.sglang.weights.tensor_files import Maps
 
     maps = Maps()
     for pair in pairs:

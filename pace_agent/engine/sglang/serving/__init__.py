@@ -1,0 +1,1 @@
+"""Servers and routers as processes of this machine: started, watched, started again, and stopped with their owner."""
