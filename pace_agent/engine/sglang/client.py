@@ -130,8 +130,12 @@ class ServerClient:
         where = f"{self.url}{path}"
         if status in (401, 403):
             control = path not in ("/generate", "/model_info", "/server_info", "/v1/models")
-            name = "admin key" if control else "API key"
-            return Refused(f"{where}: the server refused the {name} (HTTP {status})", status)
+            name, setting = ("admin key", "admin_key_env") if control else ("API key", "api_key_env")
+            return Refused(
+                f"{where}: the server refused the {name} (HTTP {status}): put the one that it was started with into the "
+                f"environment variable that sglang.{setting} names",
+                status,
+            )
         if status == 404:
             return Refused(
                 f"{where}: there is no such call (HTTP 404). Is this an SGLang server of {OLDEST} or newer?", status

@@ -97,7 +97,8 @@ class Stream:
         stamps, count = self._meta.get("weight_versions"), len(self.ids)
         if stamps is None:
             raise EngineError(
-                f"{url} ended a turn of {count} tokens without weight_versions: its SGLang is too old to stamp tokens"
+                f"{url} ended a turn of {count} tokens without weight_versions: its SGLang is too old to stamp "
+                "tokens; 0.5.23 does"
             )
         spans = [VersionSpan(_version(stamp["version"], url), stamp["start"], stamp["end"]) for stamp in stamps]
         spans = [span for span in spans if span.end > span.start]
