@@ -132,7 +132,7 @@ class ServerClient:
             control = path not in ("/generate", "/model_info", "/server_info", "/v1/models")
             name, setting = ("admin key", "admin_key_env") if control else ("API key", "api_key_env")
             return Refused(
-                f"{where}: the server refused the {name} (HTTP {status}): put the one that it was started with into the "
+                f"{where}: the server refused the {name} (HTTP {status}): put the one that it was started with in the "
                 f"environment variable that sglang.{setting} names",
                 status,
             )
