@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -273,10 +274,11 @@ async def test_a_cancelled_turn_is_ended_at_the_server(tmp_path: Path) -> None:
 
 
 async def refused_start(tmp_path: Path, words: str, keys: Keys | None = None, options: Any = (), **server: Any) -> None:
-    missing = server.pop("missing", [])
+    missing, model = server.pop("missing", []), make_weights(tmp_path / "model")
+    (model / "config.json").write_text(json.dumps(server.pop("config", {})))
     async with FakeServer(**server) as fake:
         fake.faults.missing = missing
-        engine = sglang_engine([fake.url], make_weights(tmp_path / "model"), keys=keys, **dict(options))
+        engine = sglang_engine([fake.url], model, keys=keys, **dict(options))
         with pytest.raises(EngineError, match=words) as caught:
             await engine.start()
         assert fake.url in str(caught.value)
@@ -291,9 +293,16 @@ async def test_servers_that_can_not_serve(tmp_path: Path) -> None:
     await refused_start(tmp_path, r"refused the admin key", Keys("api"), **locked)
     await refused_start(tmp_path, r"no such call \(HTTP 404\). Is this an SGLang server", missing=["/model_info"])
     await refused_start(tmp_path, r"no such call", missing=["/server_info"])
-    qwen = {"architecture": "Qwen3ForCausalLM"}
-    words = r"serves /models/tiny, a LlamaForCausalLM; the model of this run is a Qwen3ForCausalLM"
-    await refused_start(tmp_path, words, options=qwen, architecture="LlamaForCausalLM")
+    words = (
+        r"serves /models/tiny, which is not the model of this run: its architectures is \['LlamaForCausalLM'\], ours"
+    )
+    await refused_start(
+        tmp_path, words, config={"architectures": ["Qwen3ForCausalLM"]}, architecture="LlamaForCausalLM"
+    )
+    larger = make_weights(tmp_path / "larger")
+    (larger / "config.json").write_text(json.dumps({"hidden_size": 64}))
+    words = r"its hidden_size is 64, ours 32. Start the server with .*/model"
+    await refused_start(tmp_path, words, config={"hidden_size": 32}, model_path=str(larger))
     words = r"a context of 160 tokens, but rollouts may need 400: start it with --context-length 400"
     await refused_start(tmp_path, words, options={"context_length": 400})
     await refused_start(tmp_path, r"runs with --dp-size 2, which takes no weight updates", dp_size=2)

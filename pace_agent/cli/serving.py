@@ -1,6 +1,5 @@
 """The SGLang servers of a run: started for it and stopped with it, or attached to; and the engine over them."""
 
-import json
 import logging
 import os
 import sys
@@ -96,17 +95,16 @@ def make_engine(config: RunConfig, model: Path, limits: Limits, served: Served |
 
 def _sglang(config: RunConfig, model: Path, limits: Limits, served: Served) -> "SGLangEngine":
     from pace_agent.engine.sglang.engine import SGLangEngine, SGLangOptions
+    from pace_agent.engine.sglang.probe import read_config
     from pace_agent.engine.sglang.serving.router import attach_router
     from pace_agent.engine.sglang.weights.kept import WeightKeeper
     from pace_agent.engine.sglang.weights.transports import make_transport
 
     section = config.sglang
-    about = json.loads((model / "config.json").read_text(encoding="utf-8"))
     return SGLangEngine(
         served.urls,
         options=SGLangOptions(
-            vocab_size=int(about.get("text_config", about)["vocab_size"]),
-            architecture=next(iter(about.get("architectures") or ()), None),
+            vocab_size=int(read_config(model)["vocab_size"]),
             context_length=config.engine.context or limits.context,
             stream_interval=section.stream_interval,
             stall_seconds=section.stall_seconds,

@@ -42,14 +42,13 @@ OPEN_FILES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class SGLangOptions:
-    """`vocab_size` and `architecture` are the model's, `context_length` is what rollouts need (None: what there is).
+    """`vocab_size` is the model's, `context_length` is what rollouts need (None: what there is).
 
     `version` names the weights that the servers have at the start. `stream_interval` is in tokens. A server with turns
     that produced no token for `stall_seconds` is lost; with none left for `wait_seconds` the run ends.
     """
 
     vocab_size: int
-    architecture: str | None = None
     context_length: int | None = None
     version: int = 0
     stream_interval: int = 8
@@ -102,7 +101,7 @@ class SGLangEngine:
         self._check_open()
         if not self._context_length:
             _allow_open_files()
-            facts = await self._fleet.start(self._options.architecture)
+            facts = await self._fleet.start()
             self._context_length = self._usable_context(facts)
         return EngineInfo(self._options.vocab_size, self._context_length, self._fleet.version)
 

@@ -87,9 +87,9 @@ class Fleet:
         if self._gone:
             raise RunError(self._gone)
 
-    async def start(self, architecture: str | None) -> list[Facts]:
+    async def start(self) -> list[Facts]:
         """Check every server, then look after them."""
-        facts = await all_of(check_server(server.client, self.version, architecture) for server in self.servers)
+        facts = await all_of(check_server(server.client, self.version, self._model) for server in self.servers)
         looks: list[Callable[[], Awaitable[None]]] = [partial(self._look, server) for server in self.servers]
         if self._front is not None:
             await self._front.start(self.servers)

@@ -1,9 +1,11 @@
 """What a server is asked before it may serve: whether the keys fit, what it serves, and with which weights."""
 
 import asyncio
+import json
 import secrets
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pace_agent.engine.sglang.client import OLDEST, Refused, ServerClient, Unreachable
@@ -11,6 +13,10 @@ from pace_agent.errors import EngineError
 
 T = TypeVar("T")
 ANSWER_SECONDS = 30.0
+SHAPE = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "vocab_size"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +29,14 @@ class Facts:
     version: str
     context_length: int
     usable: int
-    architectures: tuple[str, ...]
     dtype: str
     sglang: str
 
 
-async def check_server(client: ServerClient, version: int, architecture: str | None) -> Facts:
+async def check_server(client: ServerClient, version: int, model_folder: Path) -> Facts:
     """Learn what a server is, let it go on if it was left paused, and make `version` the name of its weights.
+
+    `model_folder` holds the model that it should serve, with whatever weights.
 
     EngineError says what keeps it from serving: no answer, a key, its age, its model.
     """
@@ -40,10 +47,10 @@ async def check_server(client: ServerClient, version: int, architecture: str | N
     except Unreachable as error:
         raise EngineError(f"{error}. Is the server running? `pace-agent serve` starts one") from error
     facts = _facts(client.url, model, server, models)
-    if architecture is not None and facts.architectures and architecture not in facts.architectures:
+    if wrong := _difference(model, model_folder):
         raise EngineError(
-            f"{client.url} serves {model.get('model_path')}, a {facts.architectures[0]}; the model of this run is a "
-            f"{architecture}: start the server with that model"
+            f"{client.url} serves {model.get('model_path')}, which is not the model of this run: {wrong}. "
+            f"Start the server with {model_folder}"
         )
     if int(server.get("dp_size") or 1) != 1:
         raise EngineError(
@@ -58,13 +65,31 @@ async def check_server(client: ServerClient, version: int, architecture: str | N
     return facts
 
 
+def _difference(served: Mapping[str, Any], folder: Path) -> str:
+    """What of a served model is not as in `folder`; nothing where all that can be seen from here agrees."""
+    ours = read_config(folder)
+    theirs = {**read_config(Path(str(served.get("model_path")))), "architectures": served.get("architectures")}
+    for key in ("architectures", *SHAPE):
+        if ours.get(key) and theirs.get(key) and ours[key] != theirs[key]:
+            return f"its {key} is {theirs[key]}, ours {ours[key]}"
+    return ""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The text model's part of a folder's config.json; empty where there is none to be seen."""
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {**config, **config.get("text_config", {})}
+
+
 def _facts(url: str, model: dict[str, Any], server: dict[str, Any], models: dict[str, Any]) -> Facts:
     try:
         return Facts(
             version=str(model["weight_version"]),
             context_length=int(models["data"][0]["max_model_len"]),
             usable=int(server["max_req_input_len"]),
-            architectures=tuple(model.get("architectures") or ()),
             dtype=str(server["dtype"]),
             sglang=str(server["version"]),
         )
