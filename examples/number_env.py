@@ -1,6 +1,6 @@
 """A hidden number, found by asking: the whole of a custom environment. Copy this file and change what you like.
 
-pace-agent eval --env examples/number_env.py:NumberEnv
+pace-agent rollout --env examples/number_env.py:NumberEnv
 """
 
 import random

@@ -213,7 +213,6 @@ def test_missing_file(tmp_path: Path) -> None:
         "http://",
         "http://a:1/v1",
         "http://a:1?x",
-        "http://me:key@a:1",
         "http://a:b",
         "http://a b",
     ],
@@ -337,3 +336,14 @@ def test_what_may_not_change_on_resume() -> None:
     assert "rollout.group_size: 8 in the run folder, 4 now" in said
     assert "pool.batch_size" not in said
     assert config_fingerprint(old) != config_fingerprint(new)
+
+
+def test_a_password_in_an_address_is_not_repeated() -> None:
+    assert "can't hold a user or password" in (said := refusal("--sglang.urls", "http://me:hunter2@a:1"))
+    assert "hunter2" not in said
+
+
+def test_the_warm_up_leaves_a_step() -> None:
+    """A schedule whose warm-up is as long as the run divides by zero at its end."""
+    for steps, warm_up in ((1, 0), (5, 4), (6, 5), (120, 5)):
+        assert trainer_options(load_config(None, ["--trainer.max_steps", str(steps)]))["warmup_steps"] == warm_up

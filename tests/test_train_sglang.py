@@ -73,7 +73,8 @@ class Training:
         (folder / "mine.py").write_text(OWN_ENV + LUCKY)
         self.run, self.said_file = folder / "run", folder / "said"
         urls = json.dumps([server.url for server in servers])
-        command = [sys.executable, "-m", "pace_agent", "train", "--run-dir", str(self.run), *SMALL]
+        command = [sys.executable, "-m", "pace_agent", "train", *SMALL]
+        command += [] if "--resume" in options else ["--run-dir", str(self.run)]
         command += [
             "--env",
             f"{folder}/mine.py:Lucky",
@@ -148,4 +149,14 @@ def test_a_run_whose_servers_stay_away_ends_with_the_reason(tmp_path: Path, serv
     finally:
         training.close()
     assert "no SGLang server came back within 3 s" in training.said()
-    assert check_law(training.run)["ledger"]["failed"] == 0
+    assert "go on with: pace-agent train --resume" in training.said()
+    ended = check_law(training.run)
+    assert ended["ledger"]["failed"] == 0
+    for server in servers:
+        server.start()
+    again = Training(tmp_path, servers, "--resume", str(training.run), "--trainer.max_steps", str(ended["steps"] + 2))
+    try:
+        assert again.process.wait(120) == 0, again.said()
+    finally:
+        again.close()
+    assert check_law(training.run)["steps"] == ended["steps"] + 2

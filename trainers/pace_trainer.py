@@ -260,6 +260,16 @@ class PaceTrainer(GRPOTrainer):  # type: ignore[misc]
             remove_old(folder.parent, max(limit, 2))
         self._saved_step = self.state.global_step
 
+    def save_if_unsaved(self) -> bool:
+        """Save a checkpoint of the last step that ended, if there is none yet; whether there is one now.
+
+        For a run that can't go on: what ended it came up between two steps.
+        """
+        step = self.state.global_step
+        if self._batch is None and step > self._saved_step >= 0:
+            self._save_checkpoint(self.model, trial=None)
+        return self._saved_step == step > 0
+
     def save_final(self, folder: Path) -> None:
         """A plain model folder with its tokenizer, adapters merged, that `from_pretrained` loads."""
         unfinished = folder.with_name(f"{folder.name}.tmp")

@@ -91,6 +91,8 @@ def attach_lines(
     command = ["pace-agent", "train", "--engine.kind", "sglang", "--sglang.urls", ",".join(servers.urls)]
     if model != "embedded":
         command += ["--model", model]
+    if section.device != "cuda":
+        command += ["--sglang.device", section.device]
     if router_url:
         command += ["--sglang.router_url", router_url]
     for name in ("api_key_env", "admin_key_env"):

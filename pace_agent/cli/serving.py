@@ -8,7 +8,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import TYPE_CHECKING
 
 from pace_agent.cli.wiring import Parts, make_local
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pace_agent.engine.sglang.client import Keys
     from pace_agent.engine.sglang.engine import SGLangEngine
 
+log = logging.getLogger(__name__)
 GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -35,6 +36,30 @@ class Served:
     router_url: str | None = None
 
 
+def check_serving(config: RunConfig) -> None:
+    """UserError for what can be told of `config.sglang` before anything starts."""
+    section = config.sglang
+    if config.engine.kind != "sglang":
+        if section != type(section)():
+            log.warning('settings of [sglang] count with engine.kind = "sglang" alone; this run uses the local engine')
+        return
+    if find_spec("httpx") is None:
+        raise UserError(
+            'engine.kind = "sglang" needs httpx, as the extra "sglang" of this package brings: pip install httpx'
+        )
+    from pace_agent.engine.sglang.serving.launch import ServerOptions, check_options
+
+    if section.weights_dir is not None:
+        try:
+            section.weights_dir.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=section.weights_dir):
+                pass
+        except OSError as error:
+            raise UserError(f"sglang.weights_dir = {str(section.weights_dir)!r} can't be written: {error}") from error
+    if not section.urls:
+        check_options(ServerOptions.of(section))
+
+
 @contextmanager
 def serving(
     config: RunConfig, model: Path, logs: Path, note: Callable[[str], None] | None = None
@@ -44,8 +69,6 @@ def serving(
     if config.engine.kind != "sglang":
         yield None
         return
-    if find_spec("httpx") is None:
-        raise UserError("engine.kind = \"sglang\" needs httpx: pip install 'pace-agent[sglang]'")
     from pace_agent.engine.sglang.client import Keys
     from pace_agent.engine.sglang.serving.launch import ServerOptions, launch
     from pace_agent.engine.sglang.serving.router import start_router
@@ -141,6 +164,7 @@ def showing_logs(progress: Progress) -> Iterator[None]:
 @asynccontextmanager
 async def engine_for(config: RunConfig, parts: Parts, *, process: bool) -> AsyncIterator[tuple[Engine, Limits]]:
     """A started engine with the weights of `parts.model`, closed at the end, and the limits that it has room for."""
+    check_serving(config)
     with TemporaryDirectory(prefix="pace-agent-") as logs, serving(config, parts.model, Path(logs)) as served:
         engine = make_engine(config, parts.model, parts.limits, served, process=process)
         try:

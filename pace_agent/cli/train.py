@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from pace_agent.cli.configs import write_config
 from pace_agent.cli.outcome import write_outcome
 from pace_agent.cli.rollouts import RunEnd, end, evaluate_held, open_runtime
-from pace_agent.cli.serving import Served, serving, showing_logs
+from pace_agent.cli.serving import Served, check_serving, serving, showing_logs
 from pace_agent.cli.wiring import Parts, wire
 from pace_agent.config import RunConfig, trainer_options
-from pace_agent.errors import PaceError, UserError
+from pace_agent.errors import PaceError, RunError, UserError
 from pace_agent.evaluation.runner import EvalPlan
 from pace_agent.report.files import open_run_folder
 from pace_agent.report.metrics import MetricsWriter, read_metrics
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 def run(config: RunConfig, resume: Path | None) -> None:
     """Train until the last step, Ctrl-C, or an error; leave a run folder that tells all of it."""
     parts = wire(config)
+    check_serving(config)
     folder = resume or _new_folder(config)
     if resume is None:
         write_config(folder / "config.toml", config)
@@ -110,18 +111,25 @@ class Training:
         has_weights = checkpoint is None and (self.served is None or self.served.ours)
 
         def begin(weights: Mapping[str, Any]) -> None:
+            if self.stopped:
+                return
             if not has_weights:
                 rollouts.publish(weights)
             rollouts.begin()
 
         trainer.publish_at_start = begin
-        if checkpoint is None:
-            if self.resumed:
-                progress.note("no checkpoint was saved yet: starting over")
-            trainer.train()
-        else:
-            progress.note(f"going on from {checkpoint.name}")
-            trainer.resume(checkpoint, restore_source=False)
+        try:
+            if checkpoint is None:
+                if self.resumed:
+                    progress.note("no checkpoint was saved yet: starting over")
+                trainer.train()
+            else:
+                progress.note(f"going on from {checkpoint.name}")
+                trainer.resume(checkpoint, restore_source=False)
+        except RunError:
+            with suppress(PaceError):  # the rollout side may be what failed
+                self.stopped |= trainer.save_if_unsaved()
+            raise
         trainer.save_final(self.folder / "final")
 
     def _on_metrics(self, record: Mapping[str, float], progress: Progress, writer: MetricsWriter) -> None:
@@ -208,7 +216,7 @@ class Training:
         """The first Ctrl-C (or SIGTERM) ends the run after its step, with a checkpoint; the second one at once."""
 
         def stop(number: int, frame: FrameType | None) -> None:
-            if self.stopped:
+            if self.stopped or self.rollouts is None:
                 raise KeyboardInterrupt
             self.stopped = True
             progress.note("stopping after this step; press Ctrl-C again to stop at once")

@@ -23,6 +23,8 @@ def server_url(text: str) -> str:
         fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "@" not in parts.netloc
     except ValueError:  # a port that is no number, a bracket that isn't closed
         bare = fits = False
+    if "@" in url:
+        raise ValueError("the address of a server can't hold a user or password; write http://HOST:PORT")
     if not (bare and fits) or re.search(r"\s", url):
         raise ValueError(f"{text!r} is not the address of a server; write http://HOST:PORT, without a path")
     return url

@@ -87,6 +87,8 @@ def trainer_options(config: "RunConfig") -> dict[str, Any]:
     micro = max(divisor for divisor in divisors(batch) if divisor <= LARGEST_MICRO_BATCH)
     options: dict[str, Any] = {"per_device_train_batch_size": micro, **config.trainer}
     options = {key: None if value == "none" else value for key, value in options.items()}
+    # A warm-up as long as the run leaves nothing to fall, and TRL's schedule divides by that.
+    options["warmup_steps"] = min(options["warmup_steps"], options["max_steps"] - 1)
     if options["lr_scheduler_type"] == "polynomial":
         end = {"lr_end": options["learning_rate"] / 10, "power": 1.0}
         options["lr_scheduler_kwargs"] = {**end, **(options.get("lr_scheduler_kwargs") or {})}

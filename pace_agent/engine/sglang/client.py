@@ -132,8 +132,8 @@ class ServerClient:
             control = path not in ("/generate", "/model_info", "/server_info", "/v1/models")
             name, setting = ("admin key", "admin_key_env") if control else ("API key", "api_key_env")
             return Refused(
-                f"{where}: the server refused the {name} (HTTP {status}): put the one that it was started with in the "
-                f"environment variable that sglang.{setting} names",
+                f"{where}: the server refused the {name} (HTTP {status}): export the one that it was started with "
+                f"(`pace-agent serve` prints it) as the variable that sglang.{setting} names",
                 status,
             )
         if status == 404:

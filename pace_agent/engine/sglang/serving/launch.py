@@ -112,7 +112,6 @@ def launch(options: ServerOptions, model: Path, log_folder: Path) -> "Servers":
     """
     check_options(options)
     keys = _keys(options, os.environ)
-    _check_interpreter(options)
     ports = free_ports(options.servers, options.port)
     log_folder.mkdir(parents=True, exist_ok=True)
     kept = [
@@ -197,7 +196,7 @@ def _secret_config(keys: "Keys") -> str:
 
 
 def check_options(options: ServerOptions) -> None:
-    """UserError for flags of the user that the launcher sets itself, and for GPUs that don't fit."""
+    """UserError for flags that the launcher sets itself, GPUs that don't fit, and an interpreter without SGLang."""
     for arg in options.args:
         if (flag := arg.partition("=")[0]) in RESERVED:
             hint = "the keys come from the environment" if "key" in flag else "the launcher sets it"
@@ -205,9 +204,6 @@ def check_options(options: ServerOptions) -> None:
     wanted = options.servers * options.tensor_parallel
     if options.gpus and len(options.gpus) != wanted:
         raise UserError(f"sglang.gpus = {list(options.gpus)} are {len(options.gpus)}, but the servers need {wanted}")
-
-
-def _check_interpreter(options: ServerOptions) -> None:
     python = options.interpreter
     if not has_module(python, "sglang", _environment(options, 0)):
         raise UserError(
