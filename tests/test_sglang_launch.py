@@ -264,14 +264,16 @@ def test_servers_end_with_their_guard(python: str, model: Path, tmp_path: Path) 
 # The command
 
 
+SERVE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it, and so do its children
+from pace_agent.cli import main
+sys.exit(main())
+"""
+
+
 def serve(*arguments: str) -> "subprocess.Popen[str]":
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from pace_agent.cli import main; sys.exit(main())",
-        "serve",
-        *arguments,
-    ]
+    command = [sys.executable, "-c", SERVE, "serve", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
