@@ -266,7 +266,7 @@ def test_servers_end_with_their_guard(python: str, model: Path, tmp_path: Path) 
 
 SERVE = """
 import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it, and so do its children
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where it was started in the background
 from pace_agent.cli import main
 sys.exit(main())
 """
