@@ -40,7 +40,6 @@ class Stream:
         self._meta: dict[str, Any] = {}
         self._rest = b""
         self._latest: bytes | None = None
-        self._seen = 0
         self._cumulative: bool | None = None
 
     def feed(self, data: bytes) -> None:
@@ -52,12 +51,12 @@ class Stream:
 
     @property
     def ids(self) -> list[int]:
-        self._settle()
+        self.settle()
         return self._ids
 
     @property
     def logprobs(self) -> list[float]:
-        self._settle()
+        self.settle()
         return self._logprobs
 
     @property
@@ -68,7 +67,7 @@ class Stream:
     @property
     def version(self) -> str | None:
         """The version that the server reported beside the last tokens, which is no stamp: it may be a later one."""
-        self._settle()
+        self.settle()
         return None if self._meta.get("weight_version") is None else str(self._meta["weight_version"])
 
     def mark(self) -> Mark:
@@ -81,13 +80,9 @@ class Stream:
             self._latest = None
             self._take(json.loads(mark.latest))
             return
-        self._settle()
+        self.settle()
         self._meta = mark.meta
         del self._ids[mark.parsed :], self._logprobs[mark.parsed :]
-
-    def settle(self) -> None:
-        """Parse what was put off, so that `end` is known."""
-        self._settle()
 
     def spans(self, url: str) -> tuple[VersionSpan, ...]:
         """The versions of all tokens, from a final chunk. EngineError where it does not tell them.
@@ -110,20 +105,20 @@ class Stream:
     @property
     def stamped(self) -> int:
         """How many tokens the final chunk stamps; an abort of a turn that waited stamps none of those it had."""
-        self._settle()
+        self.settle()
         return max((stamp["end"] for stamp in self._meta.get("weight_versions") or ()), default=0)
 
     def _event(self, payload: bytes) -> None:
-        self._seen += 1
         if payload.startswith(b'{"error"'):
-            self._settle()
+            self.settle()
             self._error(json.loads(payload)["error"])
         elif self._cumulative:
             self._latest = payload
         else:
             self._take(json.loads(payload))
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Parse what was put off, so that `end` is known."""
         if self._latest is not None:
             payload, self._latest = self._latest, None
             self._take(json.loads(payload))
