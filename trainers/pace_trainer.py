@@ -265,7 +265,7 @@ class PaceTrainer(GRPOTrainer):  # type: ignore[misc]
 
         For a run that can't go on: what ended it came up between two steps.
         """
-        step = self.state.global_step
+        step = int(self.state.global_step)
         if self._batch is None and step > self._saved_step >= 0:
             self._save_checkpoint(self.model, trial=None)
         return self._saved_step == step > 0
