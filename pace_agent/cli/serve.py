@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from pace_agent.cli.serving import check_httpx
 from pace_agent.cli.wiring import model_folder
 from pace_agent.config import RunConfig
 from pace_agent.errors import RunError, UserError
@@ -40,13 +41,9 @@ def run(model: str, config: RunConfig) -> None:
 
 
 def _serve(model: str, folder: Path, config: RunConfig) -> None:
-    try:
-        from pace_agent.engine.sglang.serving.launch import ServerOptions, launch
-        from pace_agent.engine.sglang.serving.router import start_router
-    except ModuleNotFoundError as error:
-        if error.name != "httpx":
-            raise
-        raise UserError("SGLang is spoken to by httpx: pip install 'pace-agent[sglang]'") from None
+    check_httpx()
+    from pace_agent.engine.sglang.serving.launch import ServerOptions, launch
+    from pace_agent.engine.sglang.serving.router import start_router
 
     section = config.sglang
     options = ServerOptions.of(section, context=config.engine.context)

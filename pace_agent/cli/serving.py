@@ -36,6 +36,12 @@ class Served:
     router_url: str | None = None
 
 
+def check_httpx() -> None:
+    """UserError where what speaks to servers is missing."""
+    if find_spec("httpx") is None:
+        raise UserError('SGLang servers need httpx, as the extra "sglang" of this package brings: pip install httpx')
+
+
 def check_serving(config: RunConfig) -> None:
     """UserError for what can be told of `config.sglang` before anything starts."""
     section = config.sglang
@@ -43,10 +49,7 @@ def check_serving(config: RunConfig) -> None:
         if section != type(section)():
             log.warning('settings of [sglang] count with engine.kind = "sglang" alone; this run uses the local engine')
         return
-    if find_spec("httpx") is None:
-        raise UserError(
-            'engine.kind = "sglang" needs httpx, as the extra "sglang" of this package brings: pip install httpx'
-        )
+    check_httpx()
     from pace_agent.engine.sglang.serving.launch import ServerOptions, check_options
 
     if section.weights_dir is not None:
