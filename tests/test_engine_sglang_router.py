@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_sglang import sglang_python
+from real_routers import real_router
 from sglang_world import quick, until, world
 
-from pace_agent.engine.sglang.serving.router import KINDS, Router, RouterKind, start_router
-from pace_agent.errors import UserError
+from pace_agent.engine.sglang.serving.router import KINDS, Router
 
 
 @pytest.fixture(autouse=True)
@@ -21,13 +20,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", params=KINDS)
 def router(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
-    kind: RouterKind = request.param
-    try:
-        made = start_router(kind, tmp_path_factory.mktemp("router"), python=sglang_python())
-    except UserError as error:
-        pytest.skip(str(error))
-    yield made
-    made.close()
+    with real_router(request.param, tmp_path_factory.mktemp("router")) as made:
+        yield made
 
 
 @pytest.mark.timeout(600)

@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from real_sglang import sglang_python
+from real_routers import real_router
 
-from pace_agent.engine.sglang.serving.router import KINDS, Router, RouterKind, attach_router, start_router
+from pace_agent.engine.sglang.serving.router import KINDS, Router, attach_router, start_router
 from pace_agent.errors import EngineError, UserError
 
 GENERATE = {
@@ -100,14 +100,9 @@ def backends(count: int) -> Iterator[list[Backend]]:
 
 @pytest.fixture(scope="module", params=KINDS)
 def router(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
-    kind: RouterKind = request.param
-    try:
-        made = start_router(kind, tmp_path_factory.mktemp("router"), python=sglang_python())
-    except UserError as error:
-        pytest.skip(str(error))
-    yield made
-    pid = made.pid
-    made.close()
+    with real_router(request.param, tmp_path_factory.mktemp("router")) as made:
+        yield made
+        pid = made.pid
     assert not Path(f"/proc/{pid}").exists()
 
 
