@@ -39,9 +39,13 @@ class SandboxSpec:
     descriptors: int = 256
     disk: int = 64 << 20
     """Of each of /box, /tmp and shared memory."""
+    files: int = 16384
+    """Files and folders, in each of these."""
     cpu_seconds: int = 60
     captured: int = 1 << 20
     """Bytes of output kept per call; more ends the call with `output_limit`."""
+    modules: tuple[str, ...] = ()
+    """Loaded by Python before any code runs. SandboxError at the start if one can't be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class ExecResult:
     state_lost: bool = False
     """The Python state of the session is gone; the next call starts fresh."""
     memory_enforced: bool = True
-    """False where only a per-process limit holds, not one over the whole process tree."""
+    """False where no control group bounds the whole process tree: it is watched then, and killed a little late."""
 
 
 class Session(Protocol):
@@ -96,6 +100,14 @@ class Provider(Protocol):
     """Opens sessions. `async with provider:` starts and closes it."""
 
     async def open(self, spec: SandboxSpec | None = None) -> Session: ...
+
+    async def run_fresh(
+        self, code: str, *, stdin: bytes = b"", timeout: float | None = None, spec: SandboxSpec | None = None
+    ) -> ExecResult:
+        """Run Python code that shares no state, file or process with any other run, and leaves none.
+
+        `spec.modules` are loaded already. As many run at once as there are cores; the others wait their turn.
+        """
 
     async def aclose(self) -> None: ...
 

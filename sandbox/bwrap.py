@@ -6,8 +6,8 @@ unprivileged user first, because root in a user namespace keeps rights over file
 them.
 
 What is not promised: the kernel is shared with the host, so a hole in it is a hole in this. Memory and processes are
-bounded over the whole room only where we may make cgroups; elsewhere per process (`memory_enforced=False`). The
-number of empty files on the memory file systems has no bound of its own, only that of memory.
+bounded over the whole room where we may make cgroups; elsewhere memory is watched instead, which is late by what can
+be allocated between two looks (`memory_enforced=False`). The number of files is bounded where the launcher may mount.
 """
 
 import asyncio
@@ -22,16 +22,19 @@ from functools import lru_cache
 from pathlib import Path
 
 from pace_agent.errors import SandboxError, UserError
-from pace_agent.sandbox import seccomp
+from pace_agent.sandbox import bundle, seccomp
 from pace_agent.sandbox.base import BackendCheck, Outcome, SandboxSpec
 from pace_agent.sandbox.launch import Plan
-from pace_agent.sandbox.provider import OWN_PROCESSES, RoomProvider, agent_arguments
+from pace_agent.sandbox.launched import OWN_PROCESSES, LaunchedRooms, agent_config
+from pace_agent.sandbox.launcher.mounts import FOLDERS, PLACE
+from pace_agent.sandbox.provider import RoomProvider
 
-AGENT = Path(__file__).with_name("agent.py")
 NOBODY = 65534
 OLDEST_PYTHON = (3, 9)
 
-_ARGUMENTS_FD, _PASSWD_FD, _GROUP_FD, _HOSTS_FD, _SECCOMP_FD, _AGENT_FD = range(4, 10)
+_ARGUMENTS_FD, _PASSWD_FD, _GROUP_FD, _HOSTS_FD, _FILTER_FD, _AGENT_FD = range(4, 10)
+_WRITABLE = {"shm": "/dev/shm", "tmp": "/tmp", "box": "/box"}
+"""Where a room has the folders that are named in `launcher.mounts`."""
 _PASSWD = b"sandbox:x:1000:1000:sandbox:/box:/bin/sh\n"
 _GROUP = b"sandbox:x:1000:\n"
 _HOSTS = b"127.0.0.1 localhost sandbox\n::1 localhost\n"
@@ -52,24 +55,6 @@ class Interpreter:
 
     path: str
     folders: tuple[str, ...] = ()
-
-
-_COMPILE = """
-import importlib.util, marshal, sys
-code = compile(sys.stdin.buffer.read(), "/.pace/agent.py", "exec", dont_inherit=True)
-sys.stdout.buffer.write(importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code))
-"""
-
-
-@lru_cache
-def compiled_agent(interpreter: str) -> bytes:
-    """The agent as a .pyc of this interpreter: compiling it anew costs each start more than loading Python does."""
-    command = [interpreter, "-I", "-S", "-c", _COMPILE]
-    done = subprocess.run(command, input=AGENT.read_bytes(), capture_output=True, env={}, check=False)
-    if done.returncode != 0:
-        text = done.stderr.decode(errors="replace").strip()
-        raise SandboxError(f"{interpreter} can't compile the sandbox agent: {text}")
-    return done.stdout
 
 
 @lru_cache
@@ -121,6 +106,10 @@ class Bwrap:
     interpreter: Interpreter
     user: int | None = None
     name: str = "bwrap"
+    has_zygote: bool = True
+
+    def rooms(self) -> LaunchedRooms:
+        return LaunchedRooms(self)
 
     @property
     def expose(self) -> tuple[str, ...]:
@@ -129,31 +118,56 @@ class Bwrap:
         libraries = (str(beside),) if beside.is_dir() else ()
         return (str(self.binary.parent), *libraries, *self.interpreter.folders)
 
-    def plan(self, spec: SandboxSpec) -> Plan:
-        agent = ["/.pace/agent.pyc", *agent_arguments(spec, root="/box", namespaced=True)]
+    def plan(self, spec: SandboxSpec, *, fresh: bool, makes_folders: bool) -> Plan:
+        config = agent_config(spec, root="/box", namespaced=True, own_user=True, fresh=fresh)
+        arguments = self.arguments(spec, fresh=fresh, makes_folders=makes_folders)
         return Plan(
             # The options through a descriptor, because inside the first process's command line can be read.
-            argv=[str(self.binary), "--args", str(_ARGUMENTS_FD), "--", self.interpreter.path, "-I", "-S", *agent],
+            argv=[str(self.binary), "--args", str(_ARGUMENTS_FD), "--", self.interpreter.path, "-I", "-S",
+                  "/.pace/agent.pyc", config],
             files={
-                _ARGUMENTS_FD: b"".join(word.encode() + b"\0" for word in self.arguments(spec)),
+                _ARGUMENTS_FD: b"".join(word.encode() + b"\0" for word in arguments),
                 _PASSWD_FD: _PASSWD,
                 _GROUP_FD: _GROUP,
                 _HOSTS_FD: _HOSTS,
-                _SECCOMP_FD: seccomp.program(),
-                _AGENT_FD: compiled_agent(self.interpreter.path),
+                _FILTER_FD: seccomp.program(),
+                _AGENT_FD: bundle.compiled("pace_agent.sandbox.inside", self.interpreter.path),
             },
             environment={},
             plain=False,
             memory=spec.memory,
             processes=spec.processes + 2 * OWN_PROCESSES,  # with the monitor; the limit of a process says it first
-        )
+            folders=(spec.disk, spec.files) if makes_folders else None,
+        )  # fmt: skip
 
-    def arguments(self, spec: SandboxSpec) -> list[str]:
+    def arguments(self, spec: SandboxSpec, *, fresh: bool, makes_folders: bool) -> list[str]:
         """bubblewrap's options, in the order in which it carries them out."""
+        if makes_folders:  # with a bound on files, which bubblewrap can't set
+            folders = [["--bind", f"{PLACE}/{name}", target] for name, target in _WRITABLE.items()]
+        else:
+            folders = [
+                ["--size", str(spec.disk), "--perms", f"{FOLDERS[name]:o}", "--tmpfs", target]
+                for name, target in _WRITABLE.items()
+            ]
+        # A zygote never runs the model's code; what it forks gets namespaces, and then the filter, from it.
+        walls = (
+            [["--perms", "0444", "--ro-bind-data", str(_FILTER_FD), "/.pace/filter"]]
+            if fresh
+            else [["--disable-userns", "--assert-userns-disabled", "--seccomp", str(_FILTER_FD)]]
+        )
         groups = [
             ["--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"],
-            ["--unshare-cgroup-try", "--disable-userns", "--assert-userns-disabled"],
-            ["--die-with-parent", "--new-session", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox"],
+            [
+                "--unshare-cgroup-try",
+                "--die-with-parent",
+                "--new-session",
+                "--uid",
+                "1000",
+                "--gid",
+                "1000",
+                "--hostname",
+                "sandbox",
+            ],
             ["--clearenv", *(word for key, value in _ENVIRONMENT.items() for word in ("--setenv", key, value))],
             ["--ro-bind", "/usr", "/usr", *_system_folders()],
             ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"],
@@ -163,12 +177,12 @@ class Bwrap:
             ["--perms", "0444", "--ro-bind-data", str(_HOSTS_FD), "/etc/hosts"],
             ["--perms", "0444", "--ro-bind-data", str(_AGENT_FD), "/.pace/agent.pyc"],
             ["--proc", "/proc", "--dev", "/dev"],
-            ["--size", str(spec.disk), "--perms", "1777", "--tmpfs", "/dev/shm", "--remount-ro", "/dev"],
-            ["--size", str(spec.disk), "--perms", "1777", "--tmpfs", "/tmp"],
-            ["--size", str(spec.disk), "--perms", "0755", "--tmpfs", "/box"],
+            *folders,
+            ["--remount-ro", "/dev"],
             # After the empty folders, or one of them would hide an interpreter that lives below /tmp.
             *(["--ro-bind", folder, folder] for folder in self.interpreter.folders),
-            ["--remount-ro", "/", "--chdir", "/box", "--seccomp", str(_SECCOMP_FD)],
+            *walls,
+            ["--remount-ro", "/", "--chdir", "/box"],
         ]
         return [word for group in groups for word in group]
 

@@ -14,12 +14,10 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pace_agent.errors import SandboxError
-
-LAUNCHER = Path(__file__).with_name("launcher.py")
+from pace_agent.sandbox import bundle
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,10 @@ class Plan:
     plain: bool
     """Without namespaces, as the same user, in a temporary folder of its own."""
     memory: int
+    """Bytes over the whole room."""
     processes: int
+    folders: tuple[int, int] | None = None
+    """Bytes and files of each of the room's memory file systems; None where it makes its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ class Launcher:
         self._outgoing: deque[tuple[bytes, int | None]] = deque()
         self._next = 0
         self.alive = False
+        self.makes_folders = False
+        """Whether it may mount memory file systems for its rooms. Known after the start."""
 
     async def start(self) -> None:
         """SandboxError if it can't do its work here."""
@@ -99,16 +102,21 @@ class Launcher:
             raise SandboxError(f"the sandbox launcher did not start: {error}")
 
     def _run(self, control: int) -> subprocess.Popen[bytes]:
+        program, writer = os.pipe()
         config = {"control": control, "owner": os.getpid(), "user": self._user, "expose": self._expose}
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(LAUNCHER), json.dumps(config)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[control],
-            env={},
-            cwd="/",
-            start_new_session=True,
-        )
+        code = bundle.compiled("pace_agent.sandbox.launcher", sys.executable)
+        with open(program, "rb"), open(writer, "wb") as pipe:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", bundle.run_compiled(program), json.dumps(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[control, program],
+                env={},
+                cwd="/",
+                start_new_session=True,
+            )
+            pipe.write(code)
+        return process
 
     def spawn(self, plan: Plan, room_socket: socket.socket) -> RoomProcess:
         """Start a room at the other end of whose socket its agent will speak. Returns before it runs."""
@@ -127,6 +135,7 @@ class Launcher:
                     "plain": plan.plain,
                     "memory": plan.memory,
                     "processes": plan.processes,
+                    "folders": plan.folders,
                 }
             )
         self._next += 1
@@ -183,6 +192,7 @@ class Launcher:
     def _heed(self, message: dict[str, Any]) -> None:
         match message["op"]:
             case "started":
+                self.makes_folders = message.get("folders", False)
                 self._started.set_result(message.get("error"))
             case "spawned":
                 self._rooms[message["id"]].memory_enforced = message["memory_enforced"]

@@ -11,17 +11,16 @@ A provider belongs to the event loop that used it first.
 
 import asyncio
 import contextlib
-import json
 import os
-import socket
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, Self
 
 from pace_agent.errors import SandboxError
 from pace_agent.sandbox.base import ExecResult, Outcome, SandboxSpec
-from pace_agent.sandbox.launch import Launcher, Plan
+from pace_agent.sandbox.fresh import Zygotes, run_in_session
 from pace_agent.sandbox.room import Room
 from pace_agent.sandbox.session import RoomSession
 
@@ -29,49 +28,33 @@ START_SECONDS = 30.0
 """A room that isn't ready by then is given up."""
 
 
-OWN_PROCESSES = 2
-"""The first process of a namespace and the supervisor: `SandboxSpec.processes` counts the kernel and what it starts."""
+class Rooms(Protocol):
+    """Where the rooms of a backend come from."""
+
+    async def start(self) -> None:
+        """Make ready what all rooms share. SandboxError if there can be none here."""
+
+    async def open(self, spec: SandboxSpec, *, fresh: bool) -> Room:
+        """A room that was started and may not be ready yet. SandboxError if it can't be started.
+
+        `fresh`: it serves executions that share nothing, one after the other, instead of a session.
+        """
+
+    async def aclose(self) -> None:
+        """End every room, and what they share. Closing twice is fine."""
 
 
 class Backend(Protocol):
-    """What a room is made of, for those that the launcher starts."""
+    """What sandboxes are made of."""
 
     @property
     def name(self) -> str: ...
 
     @property
-    def user(self) -> int | None:
-        """Unprivileged user id to become; None to stay who we are."""
+    def has_zygote(self) -> bool:
+        """Whether its rooms can serve `fresh` executions by forking."""
 
-    @property
-    def expose(self) -> tuple[str, ...]:
-        """Folders that this user must be able to reach."""
-
-    def plan(self, spec: SandboxSpec) -> Plan: ...
-
-
-def agent_arguments(spec: SandboxSpec, *, root: str, namespaced: bool) -> list[str]:
-    """The agent's arguments: its socket, and what it keeps to."""
-    limits = {
-        "DATA": spec.memory,
-        "AS": 4 * spec.memory,
-        "CPU": spec.cpu_seconds,
-        "FSIZE": spec.disk,
-        "NOFILE": spec.descriptors,
-        "CORE": 0,
-        "MEMLOCK": 1 << 16,
-        "MSGQUEUE": 0,
-    }
-    if namespaced:  # elsewhere it would count every process that the user has
-        limits["NPROC"] = spec.processes + OWN_PROCESSES
-    config = {
-        "root": root,
-        "captured": spec.captured,
-        "namespaced": namespaced,
-        "outside": os.readlink("/proc/self/ns/pid"),
-        "limits": limits,
-    }
-    return ["3", json.dumps(config)]
+    def rooms(self) -> Rooms: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +84,8 @@ class RoomProvider:
         self._prewarm = prewarm
         self._slots = asyncio.Semaphore(sessions)
         self._starting = asyncio.Semaphore(2 * (os.cpu_count() or 1))
-        self._launcher: Launcher | None = None
-        self._launcher_lock = asyncio.Lock()
-        self._plans: dict[SandboxSpec, Plan] = {}
+        self._rooms = backend.rooms()
+        self._zygotes = Zygotes(partial(self._start, fresh=True), self._called)
         self._warm: list[Room] = []
         self._warming: set[asyncio.Task[None]] = set()
         self._sessions: set[RoomSession] = set()
@@ -126,6 +108,19 @@ class RoomProvider:
         self._refill()
         return session
 
+    async def run_fresh(
+        self, code: str, *, stdin: bytes = b"", timeout: float | None = None, spec: SandboxSpec | None = None
+    ) -> ExecResult:
+        """See `Provider`. By a fork of a process that has the modules loaded, where the backend has one."""
+        spec = spec or self._spec
+        if self.backend.has_zygote:
+            return await self._zygotes.run(spec, code, stdin, timeout)
+        session = await self.open(spec)
+        try:
+            return await run_in_session(session, code, stdin, timeout)
+        finally:
+            await session.close()
+
     def stats(self) -> SandboxStats:
         return replace(self._stats, open=len(self._sessions), warm=len(self._warm))
 
@@ -138,11 +133,11 @@ class RoomProvider:
         rooms, self._warm = self._warm, []
         await asyncio.gather(*(room.end() for room in rooms), return_exceptions=True)
         await asyncio.gather(*(session.close() for session in list(self._sessions)))
-        if self._launcher is not None:
-            await self._launcher.aclose()
+        await self._zygotes.aclose()
+        await self._rooms.aclose()
 
     async def __aenter__(self) -> Self:
-        await self._ready_launcher()
+        await self._rooms.start()
         self._refill()
         return self
 
@@ -151,30 +146,12 @@ class RoomProvider:
 
     # -- rooms
 
-    async def _ready_launcher(self) -> Launcher:
-        async with self._launcher_lock:
+    async def _start(self, spec: SandboxSpec, *, fresh: bool = False) -> Room:
+        async with self._starting:
             if self._closed:
                 raise SandboxError("the sandbox provider is closed")
-            if self._launcher is None or not self._launcher.alive:
-                dead, self._launcher = self._launcher, None
-                if dead is not None:
-                    await dead.aclose()
-                launcher = Launcher(self.backend.user, self.backend.expose)
-                await launcher.start()
-                self._launcher = launcher
-            return self._launcher
-
-    async def _start(self, spec: SandboxSpec) -> Room:
-        async with self._starting:
-            launcher = await self._ready_launcher()
-            plan = self._plans.get(spec)
-            if plan is None:
-                plan = self._plans[spec] = self.backend.plan(spec)
-            near, far = socket.socketpair()
-            with far:
-                room = Room(launcher.spawn(plan, far))
+            room = await self._rooms.open(spec, fresh=fresh)
             try:
-                await self._connect(room, near)
                 async with asyncio.timeout(START_SECONDS):
                     await room.ready
             except SandboxError as error:
@@ -188,14 +165,6 @@ class RoomProvider:
                 room.kill()
                 raise
             return room
-
-    @staticmethod
-    async def _connect(room: Room, near: socket.socket) -> None:
-        try:
-            await asyncio.get_running_loop().create_connection(lambda: room, sock=near)
-        except BaseException:
-            near.close()
-            raise
 
     def _take_warm(self, spec: SandboxSpec) -> Room | None:
         while spec == self._spec and self._warm:

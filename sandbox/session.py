@@ -78,6 +78,11 @@ class RoomSession:
     async def run_python(self, code: str, *, timeout: float | None = None) -> ExecResult:
         return await self._call({"op": "run"}, code.encode("utf-8", "surrogatepass"), timeout)
 
+    async def run_fresh(self, code: str, *, stdin: bytes = b"", timeout: float | None = None) -> ExecResult:
+        """In a room for fresh executions: one that shares nothing with those before."""
+        body = stdin + code.encode("utf-8", "surrogatepass")
+        return await self._call({"op": "fresh", "stdin": len(stdin)}, body, timeout)
+
     async def exec(self, argv: list[str], *, stdin: bytes = b"", timeout: float | None = None) -> ExecResult:
         """Run a program with /box as its folder. What it leaves running stays until a deadline, `reset` or `close`."""
         if not argv or not all(isinstance(word, str) and "\0" not in word for word in argv):
@@ -166,6 +171,8 @@ class RoomSession:
             deadline = Deadline(room, self._running, seconds)
             try:
                 reply, output = await room.reply()
+                if header["op"] == "fresh" and "failed" in reply:
+                    raise SandboxError(f"a fresh room could not be furnished: {reply['failed']}")
                 result = await self._result(room, reply, output, deadline.passed, time.monotonic() - began, lost)
             except RoomDied:
                 result = await self._death(room, deadline.passed, time.monotonic() - began)

@@ -7,13 +7,13 @@ are the same; but the code reads and writes whatever this user may, reaches the 
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
+from pace_agent.sandbox import bundle
 from pace_agent.sandbox.base import SandboxSpec
 from pace_agent.sandbox.launch import Plan
-from pace_agent.sandbox.provider import OWN_PROCESSES, agent_arguments
+from pace_agent.sandbox.launched import OWN_PROCESSES, LaunchedRooms, agent_config
 
-_AGENT = Path(__file__).with_name("agent.py")
+_AGENT_FD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,16 @@ class UnsafeSubprocess:
     name: str = "subprocess"
     user: int | None = None
     expose: tuple[str, ...] = ()
+    has_zygote: bool = False
 
-    def plan(self, spec: SandboxSpec) -> Plan:
+    def rooms(self) -> LaunchedRooms:
+        return LaunchedRooms(self)
+
+    def plan(self, spec: SandboxSpec, *, fresh: bool, makes_folders: bool) -> Plan:
+        config = agent_config(spec, root="", namespaced=False, own_user=False)
         return Plan(
-            argv=[sys.executable, "-I", "-S", str(_AGENT), *agent_arguments(spec, root="", namespaced=False)],
-            files={},
+            argv=[sys.executable, "-I", "-S", "-c", bundle.run_compiled(_AGENT_FD), config],
+            files={_AGENT_FD: bundle.compiled("pace_agent.sandbox.inside", sys.executable)},
             environment={
                 "PATH": os.environ.get("PATH", os.defpath),
                 "HOME": "{folder}",
