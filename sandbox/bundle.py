@@ -27,10 +27,9 @@ def make(bundle):
 """`make([(name, code or text)])` brings the modules to life, and gives back the last one."""
 
 
-def sources(package: str) -> Sources:
-    """The files of a package that names them in `ORDER`."""
+def sources(package: str, order: Sequence[str]) -> Sources:
+    """The named files of a package, each after those that it imports."""
     folder = Path(import_module(package).__file__ or "").parent
-    order: Sequence[str] = import_module(package).ORDER
     return [(f"{package}.{name}", (folder / f"{name}.py").read_text(encoding="utf-8")) for name in order]
 
 
@@ -48,13 +47,13 @@ sys.stdout.buffer.write(importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(
 
 
 @lru_cache
-def compiled(package: str, interpreter: str) -> bytes:
-    """A .pyc of this interpreter that calls `start()` of the package's last file.
+def compiled(package: str, order: tuple[str, ...], interpreter: str) -> bytes:
+    """A .pyc of this interpreter that calls `start()` of the last file.
 
     Compiling anew would cost each start more than loading Python does.
     """
     command = [interpreter, "-I", "-S", "-c", _BUILD]
-    given = json.dumps(sources(package)).encode()
+    given = json.dumps(sources(package, order)).encode()
     done = subprocess.run(command, input=given, capture_output=True, env={}, check=False)
     if done.returncode != 0:
         text = done.stderr.decode(errors="replace").strip()

@@ -10,24 +10,22 @@ bounded over the whole room where we may make cgroups; elsewhere memory is watch
 be allocated between two looks (`memory_enforced=False`). The number of files is bounded where the launcher may mount.
 """
 
-import asyncio
 import os
 import platform
 import shutil
 import subprocess
 import sys
-import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from pace_agent.errors import SandboxError, UserError
-from pace_agent.sandbox import bundle, seccomp
-from pace_agent.sandbox.base import BackendCheck, Outcome, SandboxSpec
+from pace_agent.errors import UserError
+from pace_agent.sandbox import bundle, inside, seccomp
+from pace_agent.sandbox.base import BackendCheck, SandboxSpec
 from pace_agent.sandbox.launch import Plan
 from pace_agent.sandbox.launched import OWN_PROCESSES, LaunchedRooms, agent_config
 from pace_agent.sandbox.launcher.mounts import FOLDERS, PLACE
-from pace_agent.sandbox.provider import RoomProvider
+from pace_agent.sandbox.trial import failure
 
 NOBODY = 65534
 OLDEST_PYTHON = (3, 9)
@@ -119,8 +117,9 @@ class Bwrap:
         return (str(self.binary.parent), *libraries, *self.interpreter.folders)
 
     def plan(self, spec: SandboxSpec, *, fresh: bool, makes_folders: bool) -> Plan:
-        config = agent_config(spec, root="/box", namespaced=True, own_user=True, fresh=fresh)
+        config = agent_config(spec, root="/box", namespaced=True, own_user=True)
         arguments = self.arguments(spec, fresh=fresh, makes_folders=makes_folders)
+        program = inside.FRESH if fresh else inside.SESSION
         return Plan(
             # The options through a descriptor, because inside the first process's command line can be read.
             argv=[str(self.binary), "--args", str(_ARGUMENTS_FD), "--", self.interpreter.path, "-I", "-S",
@@ -131,7 +130,7 @@ class Bwrap:
                 _GROUP_FD: _GROUP,
                 _HOSTS_FD: _HOSTS,
                 _FILTER_FD: seccomp.program(),
-                _AGENT_FD: bundle.compiled("pace_agent.sandbox.inside", self.interpreter.path),
+                _AGENT_FD: bundle.compiled(inside.__name__, program, self.interpreter.path),
             },
             environment={},
             plain=False,
@@ -243,33 +242,13 @@ def explain(errors: str, sysctl: Path = Path("/proc/sys")) -> tuple[str, str]:
     return errors, "Run `bwrap --unshare-user --ro-bind / / true` to see the same failure by hand."
 
 
-async def _try(chosen: Bwrap) -> None:
-    async with RoomProvider(chosen) as provider:
-        session = await provider.open()
-        result = await session.run_python("print(6 * 7)", timeout=30)
-        await session.close()
-    if result.outcome is not Outcome.OK or result.stdout != "42\n":
-        raise SandboxError(f"a first program ended as {result.outcome}: {result.stderr.strip()}")
-
-
 def check(binary: Path | None = None) -> BackendCheck:
-    """Open a room, run a line in it, close it. Works with or without a running event loop (it waits apart from it)."""
+    """Open a room, run a line in it, close it."""
     try:
         chosen = backend(binary)
     except UserError as error:
         reason, _, remedy = str(error).partition(". ")
         return BackendCheck("bwrap", False, reason, remedy)
-    failures: list[BaseException] = []
-
-    def apart() -> None:
-        try:
-            asyncio.run(_try(chosen))
-        except (SandboxError, OSError) as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=apart)
-    thread.start()
-    thread.join()
-    if failures:
-        return BackendCheck("bwrap", False, *explain(str(failures[0])))
+    if failed := failure(chosen):
+        return BackendCheck("bwrap", False, *explain(str(failed)))
     return BackendCheck("bwrap", True)

@@ -51,14 +51,14 @@ class Zygotes:
         if found is not None:
             self._idle.remove(found)
         else:
-            if len(self._all) >= (os.cpu_count() or 1):
+            if self._idle and len(self._all) >= (os.cpu_count() or 1):
                 await self._idle.pop(0).close()  # one for other limits or modules makes room
             found = RoomSession(spec, await self._start(spec), self._start, self._all.discard, self._called)
             self._all.add(found)
         try:
             yield found
         finally:
-            if found in self._all:  # else it was closed, with a call that was cancelled
+            if not found.closed:  # as it is by a call that was cancelled
                 self._idle.append(found)
 
     async def aclose(self) -> None:

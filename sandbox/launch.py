@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pace_agent.errors import SandboxError
-from pace_agent.sandbox import bundle
+from pace_agent.sandbox import bundle, launcher
+from pace_agent.sandbox.room import RoomEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +39,7 @@ class Plan:
     """Bytes and files of each of the room's memory file systems; None where it makes its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoomEnd:
-    """How a room's first process ended."""
-
-    status: int
-    errors: str
-    oom_kills: int
-
-
-class RoomProcess:
+class LaunchedProcess:
     """A room, as the launcher sees it."""
 
     def __init__(self, launcher: "Launcher", number: int) -> None:
@@ -71,7 +63,7 @@ class Launcher:
     def __init__(self, user: int | None, expose: Sequence[str]) -> None:
         self._user = user
         self._expose = list(expose)
-        self._rooms: dict[int, RoomProcess] = {}
+        self._rooms: dict[int, LaunchedProcess] = {}
         self._templates: dict[int, int] = {}
         self._plans: list[Plan] = []
         self._questions: deque[asyncio.Future[int]] = deque()
@@ -104,7 +96,7 @@ class Launcher:
     def _run(self, control: int) -> subprocess.Popen[bytes]:
         program, writer = os.pipe()
         config = {"control": control, "owner": os.getpid(), "user": self._user, "expose": self._expose}
-        code = bundle.compiled("pace_agent.sandbox.launcher", sys.executable)
+        code = bundle.compiled(launcher.__name__, launcher.ORDER, sys.executable)
         with open(program, "rb"), open(writer, "wb") as pipe:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", bundle.run_compiled(program), json.dumps(config)],
@@ -118,7 +110,7 @@ class Launcher:
             pipe.write(code)
         return process
 
-    def spawn(self, plan: Plan, room_socket: socket.socket) -> RoomProcess:
+    def spawn(self, plan: Plan, room_socket: socket.socket) -> LaunchedProcess:
         """Start a room at the other end of whose socket its agent will speak. Returns before it runs."""
         template = self._templates.get(id(plan))
         if template is None:
@@ -139,7 +131,7 @@ class Launcher:
                 }
             )
         self._next += 1
-        room = self._rooms[self._next] = RoomProcess(self, self._next)
+        room = self._rooms[self._next] = LaunchedProcess(self, self._next)
         self.send({"op": "spawn", "id": self._next, "template": template}, os.dup(room_socket.fileno()))
         return room
 

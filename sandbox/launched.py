@@ -33,7 +33,7 @@ class Kind(Protocol):
         """How to start a room: a session's, or one for `fresh` executions. `makes_folders`: the launcher can."""
 
 
-def agent_config(spec: SandboxSpec, *, root: str, namespaced: bool, own_user: bool, fresh: bool = False) -> str:
+def agent_config(spec: SandboxSpec, *, root: str, namespaced: bool, own_user: bool) -> str:
     """What the program inside keeps to, as JSON. `own_user`: no process outside counts as this user's."""
     limits = {
         "DATA": spec.memory,
@@ -44,6 +44,7 @@ def agent_config(spec: SandboxSpec, *, root: str, namespaced: bool, own_user: bo
         "CORE": 0,
         "MEMLOCK": 1 << 16,
         "MSGQUEUE": 0,
+        "SIGPENDING": 1024,  # timers too: outside, all processes of a user share these
     }
     if own_user:  # elsewhere it would count every process that the user has
         limits["NPROC"] = spec.processes + OWN_PROCESSES
@@ -54,7 +55,6 @@ def agent_config(spec: SandboxSpec, *, root: str, namespaced: bool, own_user: bo
         "outside": os.readlink("/proc/self/ns/pid"),
         "limits": limits,
         "modules": list(spec.modules),
-        "fresh": fresh,
         "disk": spec.disk,
         "files": spec.files,
     }

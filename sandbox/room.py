@@ -9,24 +9,52 @@ What always holds:
 import asyncio
 import json
 import struct
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from pace_agent.errors import SandboxError
-from pace_agent.sandbox.launch import RoomEnd, RoomProcess
 
 Header = dict[str, Any]
 
 _SIZES = struct.Struct("!II")
 _LARGEST_HEADER = 1 << 16
+_CHUNK = 1 << 14
+"""Bytes that are read at once."""
 _SLACK = 4096
 """Bytes beyond the limits: the markers where output was cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoomEnd:
+    """How a room's first process ended."""
+
+    status: int
+    errors: str
+    oom_kills: int
+
+
+class RoomProcess(Protocol):
+    """What a room runs in, seen from here."""
+
+    @property
+    def gone(self) -> asyncio.Future[RoomEnd]:
+        """Set when no process of the room is left; SandboxError if nobody knows any more."""
+
+    @property
+    def memory_enforced(self) -> bool: ...
+
+    def kill(self) -> None:
+        """End every process of the room. Returns at once; `gone` tells when."""
+
+    async def oom_kills(self) -> int:
+        """How many of its processes were killed for want of memory so far."""
 
 
 class RoomDied(Exception):
     """The room ended while a request was waiting."""
 
 
-class Room(asyncio.Protocol):
+class Room(asyncio.BufferedProtocol):
     def __init__(self, process: RoomProcess) -> None:
         loop = asyncio.get_running_loop()
         self.process = process
@@ -34,6 +62,7 @@ class Room(asyncio.Protocol):
         self.ready: asyncio.Future[Header] = loop.create_future()
         self._loop = loop
         self._transport: asyncio.Transport | None = None
+        self._chunk = bytearray(_CHUNK)
         self._buffer = bytearray()
         self._largest = _SLACK
         self._waiting: asyncio.Future[tuple[Header, bytes]] | None = None
@@ -62,9 +91,12 @@ class Room(asyncio.Protocol):
 
     def tell(self, header: Header, body: bytes = b"") -> None:
         """Send a frame without waiting for anything."""
+        text = json.dumps(header).encode()
+        self.write(b"".join((_SIZES.pack(len(text), len(body)), text, body)))
+
+    def write(self, data: bytes) -> None:
         if self._transport is not None and self.alive:
-            text = json.dumps(header).encode()
-            self._transport.write(b"".join((_SIZES.pack(len(text), len(body)), text, body)))
+            self._transport.write(data)
 
     def kill(self) -> None:
         """End every process of the room, at once and without its help."""
@@ -81,13 +113,19 @@ class Room(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # -- asyncio.Protocol
+    # -- asyncio.BufferedProtocol, which spares a large allocation for each read
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         if not self.alive:
             transport.abort()
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._chunk
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(memoryview(self._chunk)[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data

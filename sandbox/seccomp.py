@@ -16,6 +16,7 @@ import platform
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 KILL_PROCESS = 0x80000000
 ALLOW = 0x7FFF0000
@@ -26,6 +27,9 @@ SOCKET_FAMILIES = (AF_UNIX, AF_INET, AF_INET6)
 
 CLONE_NAMESPACES = 0x7E020000
 """Every CLONE_NEW* flag that clone takes: user, mount, pid, net, ipc, uts, cgroup."""
+
+HUGE_PAGES = 0x40000
+"""MAP_HUGETLB: such pages come from a pool of the whole machine, and count for no limit."""
 
 TERMINAL_INJECTION = (0x5412, 0x541C)
 """ioctls TIOCSTI and TIOCLINUX, which type into a terminal."""
@@ -73,8 +77,8 @@ _X86_64 = {
     "create_module": 174, "get_kernel_syms": 177, "query_module": 178, "nfsservctl": 180, "lookup_dcookie": 212,
     "name_to_handle_at": 303, "open_by_handle_at": 304, "fanotify_init": 300, "fanotify_mark": 301,
     "personality": 135, "vhangup": 153, "sethostname": 170, "setdomainname": 171, "vmsplice": 278,
-    "migrate_pages": 256, "move_pages": 279,
-    "clone": 56, "socket": 41, "socketpair": 53, "ioctl": 16,
+    "migrate_pages": 256, "move_pages": 279, "io_setup": 206, "inotify_init": 253, "inotify_init1": 294,
+    "clone": 56, "socket": 41, "socketpair": 53, "ioctl": 16, "mmap": 9,
 }  # fmt: skip
 
 _AARCH64 = {
@@ -91,16 +95,20 @@ _AARCH64 = {
     "nfsservctl": 42, "lookup_dcookie": 18,
     "name_to_handle_at": 264, "open_by_handle_at": 265, "fanotify_init": 262, "fanotify_mark": 263,
     "personality": 92, "vhangup": 58, "sethostname": 161, "setdomainname": 162, "vmsplice": 75,
-    "migrate_pages": 238, "move_pages": 239,
-    "clone": 220, "socket": 198, "socketpair": 199, "ioctl": 29,
+    "migrate_pages": 238, "move_pages": 239, "io_setup": 0, "inotify_init1": 26,
+    "clone": 220, "socket": 198, "socketpair": 199, "ioctl": 29, "mmap": 222,
 }  # fmt: skip
 
-_CHECKED = {"clone", "socket", "socketpair", "ioctl"}
-"""Allowed or not by their first or second argument."""
+_CHECKED = {"clone", "socket", "socketpair", "ioctl", "mmap"}
+"""Allowed or not by one of their arguments."""
 
-_ABSENT = {"clone3", "io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_create", "memfd_secret"}
+_ABSENT = {
+    "clone3", "io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_create", "memfd_secret",
+    "io_setup", "inotify_init", "inotify_init1",
+}  # fmt: skip
 """These fail as if the kernel were too old to have them: callers know how to go on without. clone3 hides its flags
-behind a pointer, so the C library must be sent back to clone."""
+behind a pointer, so the C library must be sent back to clone. What io_setup and inotify hand out is counted over the
+whole machine or over all processes of a user, so one sandbox could take it away from the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +162,15 @@ def _no_new_namespaces() -> list[bytes]:
     ]
 
 
+def _no_huge_pages() -> list[bytes]:
+    return [
+        _argument(3),
+        _instruction(_JUMP_SET, HUGE_PAGES, 0, 1),
+        _instruction(_RETURN, _refuse(errno.ENOMEM)),
+        _instruction(_RETURN, ALLOW),
+    ]
+
+
 def _no_terminal_injection() -> list[bytes]:
     first, second = TERMINAL_INJECTION
     return [
@@ -170,6 +187,7 @@ _CHECKS: Mapping[str, Callable[[], list[bytes]]] = {
     "socket": _only_families,
     "socketpair": _only_families,
     "ioctl": _no_terminal_injection,
+    "mmap": _no_huge_pages,
 }
 
 
@@ -193,3 +211,45 @@ def program(machine: str | None = None) -> bytes:
             code += _when_number(number, [_instruction(_RETURN, _refuse(error))])
     code.append(_instruction(_RETURN, ALLOW))
     return b"".join(code)
+
+
+def _bits(flags: int) -> list[int]:
+    return [1 << bit for bit in range(32) if flags >> bit & 1]
+
+
+_OTHER_FAMILIES = [
+    *((0, "SCMP_CMP_EQ", family, 0) for family in range(max(SOCKET_FAMILIES)) if family not in SOCKET_FAMILIES),
+    (0, "SCMP_CMP_GT", max(SOCKET_FAMILIES), 0),
+]
+_BY_ARGUMENT = {
+    # Each condition denies by itself. Only the low half of an argument is compared where the kernel reads no more.
+    "clone": (errno.EPERM, [(0, "SCMP_CMP_MASKED_EQ", flag, flag) for flag in _bits(CLONE_NAMESPACES)]),
+    "ioctl": (errno.EPERM, [(1, "SCMP_CMP_MASKED_EQ", 0xFFFFFFFF, number) for number in TERMINAL_INJECTION]),
+    "mmap": (errno.ENOMEM, [(3, "SCMP_CMP_MASKED_EQ", HUGE_PAGES, HUGE_PAGES)]),
+    "socket": (errno.EAFNOSUPPORT, _OTHER_FAMILIES),
+    "socketpair": (errno.EAFNOSUPPORT, _OTHER_FAMILIES),
+}
+
+
+def docker_profile() -> dict[str, Any]:
+    """The same denials as a seccomp profile of Docker, for both architectures.
+
+    A daemon passes over names that its library doesn't know, and calls newer than this list are allowed; the program
+    inside adds `program()` before it starts anything.
+    """
+    names = sorted({*X86_64.calls, *AARCH64.calls} - _CHECKED)
+    rules: list[dict[str, Any]] = [
+        _rule([name for name in names if name not in _ABSENT], errno.EPERM),
+        _rule([name for name in names if name in _ABSENT], errno.ENOSYS),
+    ]
+    for name, (error, conditions) in _BY_ARGUMENT.items():
+        rules += [
+            _rule([name], error) | {"args": [{"index": index, "op": operator, "value": value, "valueTwo": second}]}
+            for index, operator, value, second in conditions
+        ]
+    architectures = [{"architecture": f"SCMP_ARCH_{each.name.upper()}"} for each in (X86_64, AARCH64)]
+    return {"defaultAction": "SCMP_ACT_ALLOW", "archMap": architectures, "syscalls": rules}
+
+
+def _rule(names: list[str], error: int) -> dict[str, Any]:
+    return {"names": names, "action": "SCMP_ACT_ERRNO", "errnoRet": error}

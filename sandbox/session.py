@@ -122,6 +122,11 @@ class RoomSession:
 
     # -- how
 
+    @property
+    def closed(self) -> bool:
+        """Whether its end has begun."""
+        return self._closed
+
     def close_now(self) -> None:
         """Kill without waiting: for cancellation, where nothing may be awaited."""
         if self._closed:
@@ -166,6 +171,8 @@ class RoomSession:
         async with self._lock:
             lost = self._room is not None and not self._room.alive
             room = await self._live_room()
+            if header["op"] == "fresh":  # what was killed in those before says nothing about this one
+                self._oom_seen = await room.process.oom_kills()
             began = time.monotonic()
             self._running = room.begin(header, body, largest=self.spec.captured)
             deadline = Deadline(room, self._running, seconds)

@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from pace_agent.sandbox import bundle
+from pace_agent.sandbox import bundle, inside
 from pace_agent.sandbox.base import SandboxSpec
 from pace_agent.sandbox.launch import Plan
 from pace_agent.sandbox.launched import OWN_PROCESSES, LaunchedRooms, agent_config
@@ -30,7 +30,7 @@ class UnsafeSubprocess:
         config = agent_config(spec, root="", namespaced=False, own_user=False)
         return Plan(
             argv=[sys.executable, "-I", "-S", "-c", bundle.run_compiled(_AGENT_FD), config],
-            files={_AGENT_FD: bundle.compiled("pace_agent.sandbox.inside", sys.executable)},
+            files={_AGENT_FD: bundle.compiled(inside.__name__, inside.SESSION, sys.executable)},
             environment={
                 "PATH": os.environ.get("PATH", os.defpath),
                 "HOME": "{folder}",

@@ -40,7 +40,7 @@ BOTH = pytest.mark.parametrize("architecture", [X86_64, AARCH64], ids=lambda a: 
 
 @BOTH
 def test_every_listed_call_is_refused_and_ordinary_ones_are_not(architecture: Architecture) -> None:
-    checked = {"clone", "socket", "socketpair", "ioctl"}
+    checked = {"clone", "socket", "socketpair", "ioctl", "mmap"}
     for name, number in architecture.calls.items():
         if name not in checked:
             assert decide(architecture, number) in (refused(errno.EPERM), refused(errno.ENOSYS)), name
@@ -91,6 +91,13 @@ def test_nobody_types_into_a_terminal(architecture: Architecture) -> None:
     assert decide(architecture, ioctl, 0, 0x5401) == ALLOW
     assert decide(architecture, ioctl, 0, 0x5412) == refused(errno.EPERM)
     assert decide(architecture, ioctl, 0, 0x541C) == refused(errno.EPERM)
+
+
+@BOTH
+def test_nobody_takes_pages_of_the_machines_pool(architecture: Architecture) -> None:
+    mmap = architecture.calls["mmap"]
+    assert decide(architecture, mmap, 0, 4096, 3, 0x22) == ALLOW
+    assert decide(architecture, mmap, 0, 4096, 3, 0x40022) == refused(errno.ENOMEM)
 
 
 def test_there_is_no_filter_for_other_machines() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pace_agent import registry
 from pace_agent.config import RunConfig
+from pace_agent.config.models import SandboxSection
 from pace_agent.engine.base import Engine
 from pace_agent.errors import UserError
 from pace_agent.rollout.adapter import AsyncEnv, as_async
@@ -168,18 +169,28 @@ def _environment(config: RunConfig) -> tuple[Callable[[], AsyncEnv], TaskSource,
         kwargs["tasks"] = source
     provider = None
     if toolset.needs_session:
-        provider = kwargs["sandbox"] = _sandbox(config)
+        provider = kwargs["sandbox"] = open_sandbox(config.sandbox)
     env.close()
     kind = type(inner)
     return lambda: as_async(kind(**kwargs)), source, provider
 
 
-def _sandbox(config: RunConfig) -> Provider:
-    section = config.sandbox
+def open_sandbox(section: SandboxSection) -> Provider:
+    """The provider that the configuration asks for, not yet started. UserError if it can't work here."""
     spec = SandboxSpec(
         timeout=section.timeout,
         memory=section.memory_mib << 20,
         processes=section.processes,
         disk=section.disk_mib << 20,
+        files=section.files,
+        modules=tuple(section.modules),
     )
-    return open_provider(section.backend, unsafe=section.unsafe, spec=spec, prewarm=section.prewarm)
+    return open_provider(
+        section.backend,
+        unsafe=section.unsafe,
+        spec=spec,
+        prewarm=section.prewarm,
+        packages=section.packages,
+        image=section.image,
+        runtime=section.runtime,
+    )

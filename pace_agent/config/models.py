@@ -134,9 +134,9 @@ class PoolSection(Section):
 class SandboxSection(Section):
     """Where code that the model wrote runs. Environments without such code ignore this."""
 
-    backend: Literal["auto", "bwrap", "subprocess"] = "auto"
-    """`bwrap` isolates with bubblewrap; `auto` takes the first isolating backend that works here, or stops.
-    `subprocess` isolates nothing and needs `unsafe`."""
+    backend: Literal["auto", "bwrap", "docker", "subprocess"] = "auto"
+    """`bwrap` isolates with bubblewrap, and is what `auto` means; `docker` with a container for each session.
+    `subprocess` isolates nothing and needs `unsafe`. What can't work here stops the run."""
     timeout: Seconds = 10.0
     """Seconds of one execution."""
     memory_mib: Annotated[int, Field(ge=16)] = 1024
@@ -145,6 +145,16 @@ class SandboxSection(Section):
     """Processes of a session."""
     disk_mib: Positive = 64
     """Writable space of a session, in MiB."""
+    files: Annotated[int, Field(ge=16)] = 16384
+    """Files that a session can have."""
+    packages: bool = False
+    """With bubblewrap: give code the running Python and what is installed beside it, instead of the system's."""
+    modules: list[str] = Field(default_factory=list)
+    """Loaded by Python before any code runs, such as numpy."""
+    image: str | None = None
+    """With Docker: an image with `python3`. Empty: one is built from this machine's Python, with numpy and sympy."""
+    runtime: str | None = None
+    """With Docker: a runtime that the daemon knows, such as `runsc` for gVisor. Empty: its default."""
     prewarm: Annotated[int, Field(ge=0)] = 4
     """Sessions kept ready ahead of the rollouts that will want them."""
     unsafe: bool = False
@@ -224,6 +234,10 @@ class RunConfig(Section):
             raise ValueError(
                 'sandbox.backend = "subprocess" isolates nothing: the model\'s code would run with your rights. '
                 'Set sandbox.backend = "bwrap", or sandbox.unsafe = true if that is what you want'
+            )
+        if self.sandbox.backend != "docker" and (self.sandbox.image or self.sandbox.runtime):
+            raise ValueError(
+                f'sandbox.image and sandbox.runtime are for sandbox.backend = "docker", not {self.sandbox.backend!r}'
             )
         check_sglang(self.sglang)
         if self.engine.kind == "sglang" and self.sglang.colocate and pool.policy != "sync":

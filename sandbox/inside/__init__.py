@@ -20,5 +20,9 @@ What is not promised: code that runs in the same sandbox can disturb or imperson
 nothing in a reply beyond its form, keeps its own deadline, and then ends the whole sandbox.
 """
 
-ORDER = ("frames", "calls", "processes", "cells", "files", "supervisor", "fresh", "main")
-"""The files of the program, each after those that it imports."""
+_COMMON = ("frames", "calls", "processes", "cells", "files", "supervisor")
+
+SESSION = (*_COMMON, "confine", "session")
+"""The files of each program, every one after those that it imports; the last one starts it."""
+FRESH = (*_COMMON, "confine", "fresh")
+CONTAINER = (*_COMMON, "confine", "session", "container")

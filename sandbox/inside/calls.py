@@ -69,8 +69,9 @@ class Call:
         self.sweep = False
         """Whether everything that was started must be gone at the end."""
         self.killed = False
-        self.began = True
-        self.interrupted = False
+        self.is_cell = False
+        self.must_repeat = False
+        """An interrupt was ignored: by the kernel, which does so between cells, or by what the cell waits for."""
 
     def read(self, fd: int) -> int:
         """Take what is there: bytes read, 0 at the end of the stream, -1 if nothing is there yet."""
@@ -85,7 +86,7 @@ class Call:
         """Take what the pipes hold now, without waiting for whoever keeps them open."""
         for fd in (self.out, self.err):
             for _ in range(64):  # a pipe holds no more; another writer must not keep us here
-                if self.read(fd) <= 0:
+                if self.read(fd) < CHUNK:
                     break
 
     def feed(self) -> bool:
@@ -114,10 +115,18 @@ class Call:
         return sum(capture.total for capture in self.captures.values())
 
     def interrupt(self) -> None:
-        self.interrupted = True
-        if self.began:
+        self.must_repeat = self.is_cell and ignores_interrupts(self.group)
+        try:
+            os.killpg(self.group, signal.SIGINT)
+        except ProcessLookupError:
+            pass
+
+    def repeat_interrupt(self) -> None:
+        """Once the kernel heeds interrupts."""
+        if self.must_repeat and not ignores_interrupts(self.group):
+            self.must_repeat = False
             try:
-                os.killpg(self.group, signal.SIGINT)
+                os.kill(self.group, signal.SIGINT)
             except ProcessLookupError:
                 pass
 
@@ -131,7 +140,8 @@ class Call:
     def result(self, status: int | None, report: Header, lost: bool) -> tuple[Any, ...]:
         """The reply: from the wait status of a process that ended, else from what it reported."""
         if status is None:
-            exit_code, died_of = int(report.get("exit_code", 1)), 0
+            reported = report.get("exit_code")
+            exit_code, died_of = reported if type(reported) is int else 1, 0  # the code can write what it likes there
         else:
             exit_code = os.waitstatus_to_exitcode(status)
             died_of = max(-exit_code, 0)
@@ -147,6 +157,17 @@ class Call:
             "err": len(texts[1]),
         }
         return (header, *texts)
+
+
+def ignores_interrupts(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/status", "rb") as handle:
+            for line in handle:
+                if line.startswith(b"SigIgn:"):
+                    return bool(int(line.split()[1], 16) & 1 << signal.SIGINT - 1)
+    except OSError:
+        pass  # it has ended
+    return False
 
 
 def piped(number: int, stdin: bytes, captured: int) -> tuple[Call, tuple[int, int, int]]:

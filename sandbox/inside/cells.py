@@ -3,8 +3,8 @@
 # ruff: noqa: SIM115 - contextlib is an import that every session would pay for
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # without the enums of `signal`, which cost more than a short cell
 import os
-import signal
 import sys
 from types import ModuleType
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     Header = dict[str, Any]
+
+INTERRUPT = (_signal.SIGINT,)
 
 
 def show(error: BaseException) -> None:
@@ -52,11 +54,11 @@ def run_cell(source: str, name: str, namespace: dict[str, Any]) -> Header:
     code, oom = 1, False
     try:
         try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            _signal.pthread_sigmask(_signal.SIG_UNBLOCK, INTERRUPT)
             execute(source, name, namespace)
             code = 0
         finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             code = int(error.code or 0)
@@ -65,7 +67,7 @@ def run_cell(source: str, name: str, namespace: dict[str, Any]) -> Header:
     except BaseException as error:
         code = 1
         oom = isinstance(error, MemoryError)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
         try:
             show(error)
         except BaseException as second:
@@ -120,10 +122,9 @@ def kernel_main(requests: int, reports: int, root: str, modules: Iterable[str]) 
     cell = 0
     while (frame := receive(requests)) is not None:
         cell += 1
-        # An interrupt from here on waits until the code runs; the supervisor sends none before it reads `began`.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        send(reports, {"op": "began"})
+        # An interrupt from here on waits until the code runs; the supervisor sends none while it would be ignored.
+        _signal.pthread_sigmask(_signal.SIG_BLOCK, INTERRUPT)
+        _signal.signal(_signal.SIGINT, _signal.default_int_handler)
         source = frame[1].decode("utf-8", "surrogatepass")
         send(reports, run_cell(source, f"<cell {cell}>", namespace))
     os._exit(0)

@@ -16,7 +16,7 @@ HEADER = struct.Struct("!II")
 
 
 def send(fd: int, header: Header, *bodies: bytes) -> None:
-    text = json.dumps(header).encode()
+    text = json.dumps(header).encode() if header else b""
     data = b"".join((HEADER.pack(len(text), sum(map(len, bodies))), text, *bodies))
     view = memoryview(data)
     while view:
@@ -44,13 +44,13 @@ def receive(fd: int) -> tuple[Header, bytes] | None:
     data = receive_exactly(fd, header_size + body_size)
     if data is None:
         return None
-    return json.loads(data[:header_size]), data[header_size:]
+    return json.loads(data[:header_size]) if header_size else {}, data[header_size:]
 
 
 def receive_report(link: int) -> Header | None:
     """The header of a kernel's frame; None if it has ended or wrote what is no frame."""
     try:
         frame = receive(link)
-    except (ValueError, MemoryError, OSError):
+    except (ValueError, RecursionError, MemoryError, OSError):
         return None
     return frame[0] if frame is not None and isinstance(frame[0], dict) else None

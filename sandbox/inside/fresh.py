@@ -13,12 +13,15 @@ When its first process ends the kernel ends all that it left.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import struct
+import sys
 
 from pace_agent.sandbox.inside.calls import piped
 from pace_agent.sandbox.inside.cells import new_main, open_streams, preload, run_cell
+from pace_agent.sandbox.inside.confine import checked, drop_capabilities, install_filter, libc, set_dumpable
 from pace_agent.sandbox.inside.frames import receive_report, send
 from pace_agent.sandbox.inside.processes import become_child, first_to_die, limit
 from pace_agent.sandbox.inside.supervisor import Supervisor
@@ -34,34 +37,28 @@ FILTER = "/.pace/filter"
 """Where the program of the filter lies, as an array of `struct sock_filter`."""
 
 _CLONE = {"x86_64": 56, "aarch64": 220}
-_CAPSET = {"x86_64": 126, "aarch64": 91}
 _NEW_NAMESPACES = 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000 | 0x00020000
 """CLONE_NEW: cgroup, uts, ipc, user, pid, net and mount."""
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
-_PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 4, 24, 38, 22, 2
 _SIOCSIFFLAGS, _IFF_UP_RUNNING = 0x8914, 0x41
-
-_libc = ctypes.PyDLL(None, use_errno=True)
-"""Without letting go of the interpreter: it may not be in between when it is forked."""
-
-
-def checked(result: int, what: str) -> int:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
-    return result
 
 
 def fork_into_namespaces(machine: str) -> int:
     """As os.fork, with the child as the first process of namespaces of its own."""
     python = ctypes.pythonapi
     python.PyOS_BeforeFork()
-    pid = _libc.syscall(_CLONE[machine], _NEW_NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
+    pid = libc.syscall(_CLONE[machine], _NEW_NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
     if pid == 0:
         python.PyOS_AfterFork_Child()
     else:
         python.PyOS_AfterFork_Parent()
     return checked(pid, "new namespaces")
+
+
+def write(path: str, text: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY)
+    os.write(fd, text)
+    os.close(fd)
 
 
 class Zygote(Supervisor):
@@ -75,12 +72,13 @@ class Zygote(Supervisor):
         self.machine = os.uname().machine
 
     def begin(self) -> None:
-        import socket  # noqa: F401 - loaded once, here
+        # Loaded once, here, and not in each fork.
+        import fcntl  # noqa: F401
+        import resource  # noqa: F401
+        import socket  # noqa: F401
 
         with open(FILTER, "rb") as handle:
-            program = handle.read()
-        self.program = ctypes.create_string_buffer(program, len(program))
-        self.filter = struct.pack("HP", len(program) // 8, ctypes.addressof(self.program))
+            self.program = handle.read()
         if error := preload(self.modules, self.root):
             raise SystemExit(error)
         import gc
@@ -116,7 +114,7 @@ class Zygote(Supervisor):
             os.closerange(3, reports)
             os.closerange(reports + 1, 1024)
             self.furnish()
-            _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # the code must not write to what we hold open
+            set_dumpable(False)  # the code must not write to what we hold open
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             first, far = os.pipe()
@@ -130,31 +128,29 @@ class Zygote(Supervisor):
             while status is None:
                 done, ended = os.waitpid(-1, 0)
                 status = ended if done == code_pid else None
-            send(reports, {**(receive_report(first) or {}), "status": status})
+            reported = receive_report(first) or {}  # the code can write what it likes there
+            send(reports, {key: reported[key] for key in ("exit_code", "oom") if key in reported} | {"status": status})
         except BaseException as error:
             send(reports, {"failed": f"{type(error).__name__}: {error}"})
         finally:
             os._exit(0)
 
     def furnish(self) -> None:
-        for name, text in (("setgroups", "deny"), ("uid_map", "1000 1000 1"), ("gid_map", "1000 1000 1")):
-            with open(f"/proc/self/{name}", "w") as handle:
-                handle.write(text)
-        mount = _libc.mount
+        for name, text in (("setgroups", b"deny"), ("uid_map", b"1000 1000 1"), ("gid_map", b"1000 1000 1")):
+            write(f"/proc/self/{name}", text)
+        mount = libc.mount
         checked(mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None), "mounts of its own")
         checked(mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None), "/proc")
+        # Modes of its folder and of ptmx would be remembered from one execution to the next.
+        terminals = b"newinstance,ptmxmode=0666,mode=620"
+        checked(mount(b"devpts", b"/dev/pts", b"devpts", _MS_NOSUID | _MS_NOEXEC, terminals), "/dev/pts")
         for path, mode in ((b"/dev/shm", 1777), (b"/tmp", 1777), (b"/box", 755)):
             options = f"mode={mode},size={self.disk},nr_inodes={self.files}".encode()
             checked(mount(b"tmpfs", path, b"tmpfs", _MS_NOSUID | _MS_NODEV, options), path.decode())
         os.chdir(self.root)
         self.start_loopback()
-        for capability in range(64):
-            if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
-                break  # the kernel knows no more
-        header = struct.pack("Ii", 0x20080522, 0)
-        checked(_libc.syscall(_CAPSET[self.machine], header, bytes(24)), "capset")
-        checked(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-        checked(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, self.filter, 0, 0), "the filter on system calls")
+        drop_capabilities(self.machine)
+        install_filter(self.program)
         limit(self.limits)
 
     @staticmethod
@@ -170,7 +166,7 @@ class Zygote(Supervisor):
         status = 70
         try:
             os.set_inheritable(reports, False)
-            _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+            set_dumpable(True)
             first_to_die()
             open_streams()
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -179,3 +175,9 @@ class Zygote(Supervisor):
             status = report["exit_code"] & 0xFF
         finally:
             os._exit(status)
+
+
+def start() -> None:
+    """On a socket at descriptor 3, with the configuration as the last argument."""
+    os.set_inheritable(3, False)
+    Zygote(3, 3, json.loads(sys.argv[-1])).serve()

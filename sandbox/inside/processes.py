@@ -7,6 +7,10 @@ import os
 import signal
 import time
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 
 class Children:
     """Processes that end below us, ours and those that we inherit. Whoever is `awaited` keeps its status."""
@@ -43,9 +47,15 @@ def first_to_die() -> None:
         pass
 
 
+in_child: list[Callable[[], None]] = []
+"""What else a fork of the supervisor has to undo."""
+
+
 def become_child(stdin: int, stdout: int, stderr: int) -> None:
     """In a fork of the supervisor: a session of its own, the given streams, signals as a program expects them."""
     os.setsid()
+    for undo in in_child:
+        undo()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

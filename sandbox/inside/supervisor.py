@@ -1,6 +1,5 @@
 """The supervisor: takes requests from the host, one after the other, and never runs a line of the model's."""
 
-# ruff: noqa: SIM105 - contextlib is an import that every session would pay for
 from __future__ import annotations
 
 import errno
@@ -10,11 +9,10 @@ import signal
 import sys
 import time
 
-from pace_agent.sandbox.inside.calls import GRACE, NOTHING, Call, piped
-from pace_agent.sandbox.inside.cells import kernel_main
+from pace_agent.sandbox.inside.calls import GRACE, NOTHING, Call
 from pace_agent.sandbox.inside.files import open_below
 from pace_agent.sandbox.inside.frames import receive, receive_report, send
-from pace_agent.sandbox.inside.processes import Children, become_child, first_to_die, sweep
+from pace_agent.sandbox.inside.processes import Children, sweep
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,34 +22,8 @@ if TYPE_CHECKING:
     Reply = tuple[Any, ...]
     """A header, and the bodies that follow it."""
 
-
-class Kernel:
-    """The process that runs cells, seen from the supervisor."""
-
-    def __init__(self, keep_from: tuple[int, ...], root: str, modules: list[str]) -> None:
-        far_requests, self.requests = os.pipe()
-        self.reports, far_reports = os.pipe()
-        self.out, far_out = os.pipe()
-        self.err, far_err = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                become_child(0, far_out, far_err)
-                for fd in {*keep_from, self.requests, self.reports, self.out, self.err, far_out, far_err}:
-                    os.close(fd)
-                kernel_main(far_requests, far_reports, root, modules)
-            except BaseException as error:
-                os.write(2, f"kernel: {error!r}\n".encode())
-            finally:
-                os._exit(70)
-        for fd in (far_requests, far_reports, far_out, far_err):
-            os.close(fd)
-        for fd in (self.out, self.err):
-            os.set_blocking(fd, False)
-
-    def close(self) -> None:
-        for fd in (self.requests, self.reports, self.out, self.err):
-            os.close(fd)
+REPEAT = 2
+"""Milliseconds until an interrupt that was ignored is tried again."""
 
 
 class Supervisor:
@@ -63,12 +35,15 @@ class Supervisor:
         self.root: str = config["root"] or os.getcwd()
         self.captured: int = config["captured"]
         self.namespaced: bool = config["namespaced"]
+        if self.namespaced and os.getpid() != 1 and os.readlink("/proc/self/ns/pid") == config["outside"]:
+            # We are about to signal every process that we see.
+            raise SystemExit("refusing to run: this is the host's own process namespace")
         self.modules: list[str] = config["modules"]
         self.children = Children()
-        self.wake, wake_writer = os.pipe()
+        self.wake, self.wake_writer = os.pipe()
         os.set_blocking(self.wake, False)
-        os.set_blocking(wake_writer, False)
-        signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+        os.set_blocking(self.wake_writer, False)
+        signal.set_wakeup_fd(self.wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
@@ -153,10 +128,6 @@ class Supervisor:
                         poll.unregister(fd)
                     elif report.get("op") == "loaded":
                         pass  # a kernel that took the place of another; what it can't load, the code will meet
-                    elif report.get("op") == "began":
-                        call.began = True
-                        if call.interrupted:
-                            call.interrupt()
                     else:
                         call.drain()
                         return None, report
@@ -174,10 +145,11 @@ class Supervisor:
         return self.children.status(pid, wait=True), {}
 
     def next_check(self, call: Call) -> int | None:
-        """Milliseconds until something is due because of a flood; None where nothing is."""
+        """Milliseconds until something is due, for an early interrupt or a flood; None where nothing is."""
+        call.repeat_interrupt()
         if call.flooded_at is None:
             if call.written <= call.flood_limit:
-                return None
+                return REPEAT if call.must_repeat else None
             call.flooded_at = time.monotonic()
             call.sweep = True
             call.interrupt()
@@ -207,85 +179,3 @@ class Supervisor:
     def sweep(self, keep: set[int]) -> None:
         if not sweep(namespaced=self.namespaced, keep=keep):
             os._exit(71)  # give up the whole sandbox if some won't go
-
-
-class Session(Supervisor):
-    """The supervisor of a session: a kernel that keeps its names, and programs beside it."""
-
-    def begin(self) -> None:
-        self.kernel = self.new_kernel()
-        if self.modules:
-            self.wait_until_loaded()
-
-    def new_kernel(self) -> Kernel:
-        kernel = Kernel((self.reader, self.writer), self.root, self.modules)
-        self.children.awaits(kernel.pid)
-        return kernel
-
-    def wait_until_loaded(self) -> None:
-        report = receive_report(self.kernel.reports)
-        if report is None or report.get("error"):
-            raise SystemExit(report["error"] if report else "the kernel ended while it loaded modules")
-
-    def kept(self) -> set[int]:
-        return {self.kernel.pid}
-
-    def replace_kernel(self) -> None:
-        self.kernel.close()
-        self.kernel = self.new_kernel()
-
-    def op_run(self, header: Header, body: bytes) -> Reply:
-        lost = self.children.status(self.kernel.pid) is not None
-        if lost:  # it ended between calls
-            self.replace_kernel()
-        kernel = self.kernel
-        call = Call(header["id"], kernel.pid, kernel.out, kernel.err, self.captured)
-        call.began = False
-        try:
-            send(kernel.requests, {}, body)
-        except BrokenPipeError:
-            pass  # it is dying, and the loop is about to see that
-        status, report = self.watch(call, kernel.pid, kernel.reports)
-        if status is not None:
-            call.drain()
-            self.replace_kernel()
-        if call.sweep:
-            self.sweep(keep={self.kernel.pid})
-        return call.result(status, report, lost or status is not None)
-
-    def op_exec(self, header: Header, body: bytes) -> Reply:
-        call, far_ends = piped(header["id"], body, self.captured)
-        try:
-            call.group = pid = self.children.awaits(os.fork())
-            if pid == 0:
-                self.become_program(header["argv"], *far_ends)
-            status, _ = self.watch(call, pid, None, far_ends)
-            call.drain()
-            if call.sweep:
-                self.sweep(keep={self.kernel.pid})
-            return call.result(status, {}, lost=False)
-        except BlockingIOError as error:  # the limit on processes
-            return call.cant_start(error, far_ends)
-        finally:
-            call.close()
-
-    def become_program(self, argv: list[str], stdin: int, stdout: int, stderr: int) -> NoReturn:
-        try:
-            become_child(stdin, stdout, stderr)
-            for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
-                signal.signal(number, signal.SIG_DFL)
-            first_to_die()
-            os.chdir(self.root)
-            os.execvp(argv[0], argv)
-        except OSError as error:
-            os.write(2, f"{argv[0]}: {os.strerror(error.errno or 0)}\n".encode(errors="replace"))
-        except BaseException as error:
-            os.write(2, f"{error}\n".encode(errors="replace"))
-        finally:
-            os._exit(127)
-
-    def op_reset(self, header: Header, body: bytes) -> Reply:
-        self.sweep(keep=set())
-        self.children.status(self.kernel.pid, wait=True)
-        self.replace_kernel()
-        return {}, NOTHING

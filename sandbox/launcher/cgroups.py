@@ -1,5 +1,6 @@
 """Limits over a whole room by control groups, where this process may make them."""
 
+import contextlib
 import os
 
 
@@ -9,7 +10,9 @@ class Cgroups:
     Version 2 is tried first, below the root and beside our own cgroup, then version 1.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, root: str = "/sys/fs/cgroup", membership: str = "/proc/self/cgroup") -> None:
+        self.root = root
+        self.membership = membership
         self.bases: list[str] = []
         self.version = 0
         for build in (self._build_v2, self._build_v1):
@@ -21,9 +24,8 @@ class Cgroups:
             self.version = 2 if build == self._build_v2 else 1
             break
 
-    @staticmethod
-    def _own(controller: str) -> str:
-        with open("/proc/self/cgroup", encoding="utf-8") as lines:
+    def _own(self, controller: str) -> str:
+        with open(self.membership, encoding="utf-8") as lines:
             for line in lines:
                 _, names, path = line.rstrip("\n").split(":", 2)
                 if controller in names.split(","):
@@ -44,7 +46,7 @@ class Cgroups:
         return path
 
     def _build_v2(self) -> list[str]:
-        root = "/sys/fs/cgroup"
+        root = self.root
         beside = os.path.dirname(self._own("").rstrip("/") or "/")
         for base in (root, root + beside):
             try:
@@ -52,17 +54,19 @@ class Cgroups:
                     if "memory" not in handle.read().split():
                         continue
                 made = self._make(base)
-                write(f"{made}/cgroup.subtree_control", "+memory +pids")
+                write(f"{made}/cgroup.subtree_control", "+memory")
             except OSError:
                 self.close()
                 continue
+            with contextlib.suppress(OSError):  # each process is limited too; memory has nothing else
+                write(f"{made}/cgroup.subtree_control", "+pids")
             return [made]
         raise OSError("no cgroup v2 with a memory controller may be changed by us")
 
     def _build_v1(self) -> list[str]:
         made = []
         for controller in ("memory", "pids"):
-            root = f"/sys/fs/cgroup/{controller}"
+            root = f"{self.root}/{controller}"
             if not os.path.exists(f"{root}/cgroup.procs"):
                 if controller == "memory":
                     raise OSError("no cgroup v1 memory controller")

@@ -4,7 +4,6 @@ import os
 import signal
 import time
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
 FASTEST = 4 << 30
 """Bytes a second that a room is expected to grow at most; what is left up to its limit decides when to look again."""
 SHORTEST, LONGEST = 0.02, 0.25
@@ -21,37 +20,55 @@ def below(pid: int) -> list[int]:
     while waiting:
         parent = waiting.pop()
         try:
-            for task in os.listdir(f"/proc/{parent}/task"):
-                with open(f"/proc/{parent}/task/{task}/children", encoding="ascii") as handle:
-                    children = [int(word) for word in handle.read().split()]
-                found += children
-                waiting += children
+            tasks = os.listdir(f"/proc/{parent}/task")
         except OSError:
             continue  # it ended meanwhile
+        for task in tasks:
+            try:
+                with open(f"/proc/{parent}/task/{task}/children", encoding="ascii") as handle:
+                    children = [int(word) for word in handle.read().split()]
+            except OSError:
+                continue  # one thread ended; what the others started still counts
+            found += children
+            waiting += children
     return found
 
 
-def started(pid: int) -> str:
+def stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third one, the state, on."""
     with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as handle:
-        return handle.read().rpartition(")")[2].split()[19]
+        return handle.read().rpartition(")")[2].split()
+
+
+def started(pid: int) -> str:
+    return stat(pid)[19]
+
+
+def is_below(pid: int, root: int) -> bool:
+    while pid > 1:
+        pid = int(stat(pid)[1])
+        if pid == root:
+            return True
+    return False
 
 
 def resident(pid: int) -> int:
-    """Bytes of physical memory, each shared page counted whole."""
-    with open(f"/proc/{pid}/statm", encoding="ascii") as handle:
-        return int(handle.read().split()[1]) * PAGE
+    """Bytes in physical memory or swapped out, each shared page counted whole."""
+    return summed(f"/proc/{pid}/status", ("VmRSS:", "VmSwap:"))
 
 
 def proportional(pid: int) -> int:
-    """Bytes of physical memory, each shared page by its share; more than that where we may not look closely."""
+    """The same, each shared page by its share; more than that where we may not look closely."""
     try:
-        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as handle:
-            for line in handle:
-                if line.startswith("Pss:"):
-                    return int(line.split()[1]) << 10
+        return summed(f"/proc/{pid}/smaps_rollup", ("Pss:", "SwapPss:"))
     except OSError:
-        pass
-    return resident(pid)
+        return resident(pid)
+
+
+def summed(path: str, fields: tuple[str, ...]) -> int:
+    """The sum of these lines, which count in kB."""
+    with open(path, encoding="utf-8", errors="replace") as handle:
+        return sum(int(line.split()[1]) << 10 for line in handle if line.startswith(fields))
 
 
 def sizes(pids: list[int], measure: object = resident) -> list[Seen]:
@@ -65,17 +82,17 @@ def sizes(pids: list[int], measure: object = resident) -> list[Seen]:
     return seen
 
 
-def kill(pid: int, start: str) -> bool:
-    """Kill exactly this process, not one that got its number later; whether there was one to kill."""
+def kill(pid: int, start: str, root: int) -> bool:
+    """Kill exactly this process, below `root`, not one that got its number later; whether there was one to kill."""
     try:
         fd = os.pidfd_open(pid)
     except OSError:
         return False
     try:
-        if started(pid) != start:
+        if started(pid) != start or not is_below(pid, root):
             return False
         signal.pidfd_send_signal(fd, signal.SIGKILL)
-    except OSError:
+    except (OSError, IndexError):
         return False
     finally:
         os.close(fd)
@@ -104,6 +121,6 @@ class Watch:
         for size, pid, start in sorted(seen, reverse=True):
             if total <= self.limit:
                 break
-            self.kills += kill(pid, start)
+            self.kills += kill(pid, start, self.pid)
             total -= size
         self.due = now + min(max((self.limit - total) / FASTEST, SHORTEST), LONGEST)

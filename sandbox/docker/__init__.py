@@ -1,0 +1,1 @@
+"""Sandboxes as Docker containers: one for each session, with the same program inside as everywhere."""

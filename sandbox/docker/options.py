@@ -1,0 +1,91 @@
+"""How a container of ours is made: what it may not do, and how much it may use."""
+
+import base64
+import json
+from typing import Any
+
+from pace_agent.sandbox import bundle, inside, seccomp
+from pace_agent.sandbox.base import SandboxSpec
+from pace_agent.sandbox.docker.owner import labels
+from pace_agent.sandbox.launched import OWN_PROCESSES, agent_config
+
+USER = 1000
+LIFETIME = 24 * 3600
+"""Seconds after which a container ends by itself, whatever became of its host."""
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/box",
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",
+}
+
+BOOT = """
+import json, os, sys
+def read(size):
+    parts = []
+    while size:
+        parts.append(os.read(0, min(size, 1 << 20)))
+        if not parts[-1]:
+            raise SystemExit("the stream closed before the program had come")
+        size -= len(parts[-1])
+    return b"".join(parts)
+given = json.loads(read(int.from_bytes(read(4), "big")))
+reader, writer, nothing = os.dup(0), os.dup(1), os.open("/dev/null", os.O_RDWR)
+os.dup2(nothing, 0)
+os.dup2(nothing, 1)
+os.close(nothing)
+for name, text in given["sources"]:
+    module = sys.modules[name] = type(sys)(name)
+    exec(compile(text, "/.pace/" + name.rpartition(".")[2] + ".py", "exec", dont_inherit=True), module.__dict__)
+module.serve(reader, writer, given["config"])
+"""
+"""Takes the program from the attached stream, moves the stream away from where code can write to it, and starts."""
+
+
+def first_message(spec: SandboxSpec) -> bytes:
+    """The program and what it keeps to, for BOOT."""
+    # Numbers of processes are bounded by the container's control group: a limit by user would count other containers'.
+    config = json.loads(agent_config(spec, root="/box", namespaced=True, own_user=False))
+    config["lifetime"] = LIFETIME
+    config["filters"] = {
+        each.name: base64.b64encode(seccomp.program(each.name)).decode() for each in (seccomp.X86_64, seccomp.AARCH64)
+    }
+    sources = bundle.sources(inside.__name__, inside.CONTAINER)
+    data = json.dumps({"sources": sources, "config": config}).encode()
+    return len(data).to_bytes(4, "big") + data
+
+
+def creation(image: str, spec: SandboxSpec, runtime: str | None) -> dict[str, Any]:
+    """Arguments of the SDK's `containers.create`."""
+    folder = f"rw,nosuid,nodev,size={spec.disk},nr_inodes={spec.files},uid={USER},gid={USER}"
+    chosen = {} if runtime is None else {"runtime": runtime}
+    return {
+        **chosen,
+        "image": image,
+        "command": ["python3", "-I", "-S", "-c", BOOT],
+        "entrypoint": [],
+        "environment": ENVIRONMENT,
+        "working_dir": "/box",
+        "hostname": "sandbox",
+        "user": f"{USER}:{USER}",
+        "stdin_open": True,
+        "network_mode": "none",
+        "read_only": True,
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges", f"seccomp={json.dumps(seccomp.docker_profile())}"],
+        "pids_limit": spec.processes + OWN_PROCESSES,
+        "mem_limit": spec.memory,
+        "memswap_limit": spec.memory,
+        "nano_cpus": 10**9,
+        "tmpfs": {
+            "/box": f"{folder},mode=0755,exec",
+            "/tmp": f"{folder},mode=1777,exec",
+            "/dev/shm": f"{folder},mode=1777,noexec",
+        },
+        "log_config": {"type": "none", "config": {}},
+        "auto_remove": True,
+        "labels": labels(),
+    }
