@@ -18,7 +18,9 @@ __all__ = [
     "Provider",
     "SandboxSpec",
     "Session",
+    "backend_named",
     "check",
+    "check_one",
     "open_provider",
 ]
 
@@ -49,49 +51,53 @@ def open_provider(
     """
     from pace_agent.sandbox.provider import RoomProvider
 
-    return RoomProvider(_backend(backend, unsafe, packages, image, runtime), spec=spec, prewarm=prewarm)
-
-
-def _backend(name: str, unsafe: bool, packages: bool, image: str | None, runtime: str | None) -> "Backend":
-    if name not in BACKENDS:
-        raise UserError(f"unknown sandbox backend {name!r}.{did_you_mean(name, BACKENDS)}")
-    if name != "docker" and (image or runtime):
-        raise UserError(f"an image or a runtime is for sandbox backend 'docker', not for {name!r}.")
-    if name == "subprocess":
-        from pace_agent.sandbox.unsafe_subprocess import UnsafeSubprocess
-
-        if not unsafe:
-            raise UserError(
-                "sandbox backend 'subprocess' contains nothing: model-written code would run as you, with your files "
-                "and your network. Pass unsafe=True if that is what you want."
-            )
-        return UnsafeSubprocess()
-    if name == "docker":
-        from pace_agent.sandbox.docker import rooms
-
-        docker = rooms.Docker(image, runtime)
-        _insist(rooms.check(docker))
-        return docker
-    from pace_agent.sandbox import bwrap
-
-    _insist(bwrap.check())
-    return bwrap.backend(interpreter=bwrap.running_interpreter(packages=True) if packages else None)
-
-
-def _insist(found: BackendCheck) -> None:
+    if backend not in BACKENDS:
+        raise UserError(f"unknown sandbox backend {backend!r}.{did_you_mean(backend, BACKENDS)}")
+    if backend != "docker" and (image or runtime):
+        raise UserError(f"an image or a runtime is for sandbox backend 'docker', not for {backend!r}.")
+    if backend == "subprocess" and not unsafe:
+        raise UserError(
+            "sandbox backend 'subprocess' contains nothing: model-written code would run as you, with your files "
+            "and your network. Pass unsafe=True if that is what you want."
+        )
+    found = check_one(backend, image, runtime)
     if not found.available:
         raise UserError(
             f"no sandbox: backend {found.backend!r} can't work here: {found.reason}. {found.remedy}".rstrip()
         )
+    return RoomProvider(backend_named(backend, image, runtime, packages=packages), spec=spec, prewarm=prewarm)
+
+
+def backend_named(
+    name: str, image: str | None = None, runtime: str | None = None, *, packages: bool = False
+) -> "Backend":
+    """The backend of one of the names, whether it works here or not. See `open_provider`, which asks first."""
+    if name == "subprocess":
+        from pace_agent.sandbox.unsafe_subprocess import UnsafeSubprocess
+
+        return UnsafeSubprocess()
+    if name == "docker":
+        from pace_agent.sandbox.docker.rooms import Docker
+
+        return Docker(image, runtime)
+    from pace_agent.sandbox import bwrap
+
+    return bwrap.backend(interpreter=bwrap.running_interpreter(packages=True) if packages else None)
+
+
+def check_one(name: str, image: str | None = None, runtime: str | None = None) -> BackendCheck:
+    """Whether a backend works on this machine, and if not, why and what to do."""
+    if name == "subprocess":
+        return BackendCheck("subprocess", True, "contains nothing; only with unsafe=True")
+    if name == "docker":
+        from pace_agent.sandbox.docker import rooms
+
+        return rooms.check(rooms.Docker(image, runtime))
+    from pace_agent.sandbox import bwrap
+
+    return bwrap.check()
 
 
 def check(image: str | None = None, runtime: str | None = None) -> list[BackendCheck]:
     """Which backends work on this machine, and if not, why and what to do."""
-    from pace_agent.sandbox import bwrap
-    from pace_agent.sandbox.docker import rooms
-
-    return [
-        bwrap.check(),
-        rooms.check(rooms.Docker(image, runtime)),
-        BackendCheck("subprocess", True, "contains nothing; only with unsafe=True"),
-    ]
+    return [check_one(name, image, runtime) for name in BACKENDS if name != "auto"]

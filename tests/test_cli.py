@@ -30,7 +30,9 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "rollout", "env list", "config show", "version"])
+@pytest.mark.parametrize(
+    "command", ["train", "eval", "rollout", "env list", "sandbox check", "sandbox run", "config show", "version"]
+)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*command.split(), "--help") == 0
     assert f"Usage: pace-agent {command}" in capsys.readouterr().out

@@ -33,7 +33,9 @@ app = typer.Typer(
 )
 env_app = typer.Typer(help="Environments: what there is to learn.", no_args_is_help=True)
 config_app = typer.Typer(help="The configuration of a run.", no_args_is_help=True)
+sandbox_app = typer.Typer(help="Where code that a model wrote runs.", no_args_is_help=True)
 app.add_typer(env_app, name="env")
+app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(config_app, name="config")
 
 ConfigFile = Annotated[
@@ -183,6 +185,45 @@ def env_list(as_json: AsJson = False) -> None:
     from pace_agent.cli.environments import print_environments
 
     print_environments(as_json=as_json)
+
+
+@sandbox_app.command("check", context_settings=SETTINGS)
+def sandbox_check(
+    context: typer.Context,
+    quick: Annotated[bool, typer.Option(help="Only whether they work, without the attacks.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show every attack, not only what got through.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say which backends work here, and attack each from inside to see what it contains.
+
+    Ends with status 1 if none works that isolates, or if an attack gets through.
+
+    [dim]pace-agent sandbox check --all
+    pace-agent sandbox check --sandbox.backend docker --sandbox.runtime runsc[/]
+    """
+    section = read_config(None, context.args, os.environ).sandbox
+    from pace_agent.cli.sandbox import check_backends
+
+    raise typer.Exit(check_backends(section, quick=quick, everything=everything, as_json=as_json))
+
+
+@sandbox_app.command("run", context_settings=SETTINGS)
+def sandbox_run(
+    context: typer.Context,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Python; - for standard input.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Run a Python file in a sandbox, with the limits that a model's code would have.
+
+    Standard input goes to it, and its exit status comes back: 124 after the time-out, 137 out of memory.
+
+    [dim]pace-agent sandbox run solve.py
+    echo 7 | pace-agent sandbox run solve.py --sandbox.timeout 2 --sandbox.backend docker[/]
+    """
+    section = read_config(None, context.args, os.environ).sandbox
+    from pace_agent.cli.sandbox import run_file
+
+    raise typer.Exit(run_file(file, section, as_json=as_json))
 
 
 @config_app.command("show", context_settings=SETTINGS)

@@ -36,7 +36,7 @@ class Cgroups:
         base = base.rstrip("/")
         for name in os.listdir(base):
             prefix, _, pid = name.rpartition("-")
-            if prefix == "pace-agent" and pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+            if prefix == "pace-agent" and pid.isdigit() and not lives(int(pid)):
                 # A launcher that was killed left it; its rooms died with it.
                 stale = f"{base}/{name}"
                 self.remove([f.path for f in os.scandir(stale) if f.is_dir()] + [stale])
@@ -125,6 +125,14 @@ class Cgroups:
 
     def close(self) -> None:
         self.remove(self.bases)
+
+
+def lives(pid: int) -> bool:
+    """Not as a zombie: whoever inherits a dead launcher may take its time to reap it."""
+    try:
+        return read(f"/proc/{pid}/stat").rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (OSError, UnicodeDecodeError):
+        return os.path.exists(f"/proc/{pid}")
 
 
 def write(path: str, text: str) -> None:

@@ -34,7 +34,7 @@ def _private_fd(fd: int) -> int:
 
 
 def spare_the_host() -> None:
-    """Where the machine runs out of memory, rooms go first. Set by root, nothing inside can take it back."""
+    """Where the machine runs out of memory, rooms go first. Set by root with all its rights, nothing inside can undo it."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as handle:
         handle.write("900")
 
