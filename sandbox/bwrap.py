@@ -135,7 +135,7 @@ class Bwrap:
             environment={},
             plain=False,
             memory=spec.memory,
-            processes=spec.processes + 2 * OWN_PROCESSES,  # with the monitor; the limit of a process says it first
+            processes=spec.processes + OWN_PROCESSES + 2,  # the monitor, and what waits for a fresh execution
             folders=(spec.disk, spec.files) if makes_folders else None,
         )  # fmt: skip
 
@@ -156,17 +156,9 @@ class Bwrap:
         )
         groups = [
             ["--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"],
-            [
-                "--unshare-cgroup-try",
-                "--die-with-parent",
-                "--new-session",
-                "--uid",
-                "1000",
-                "--gid",
-                "1000",
-                "--hostname",
-                "sandbox",
-            ],
+            # The supervisor comes first, so that nothing inside can kill or stop it.
+            ["--unshare-cgroup-try", "--as-pid-1", "--die-with-parent", "--new-session"],
+            ["--uid", "1000", "--gid", "1000", "--hostname", "sandbox"],
             ["--clearenv", *(word for key, value in _ENVIRONMENT.items() for word in ("--setenv", key, value))],
             ["--ro-bind", "/usr", "/usr", *_system_folders()],
             ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"],

@@ -11,8 +11,8 @@ from pace_agent.sandbox.base import SandboxSpec
 from pace_agent.sandbox.launch import Launcher, Plan
 from pace_agent.sandbox.room import Room
 
-OWN_PROCESSES = 2
-"""The first process of a namespace and the supervisor: `SandboxSpec.processes` counts the kernel and what it starts."""
+OWN_PROCESSES = 1
+"""The supervisor: `SandboxSpec.processes` counts the kernel and what it starts."""
 
 
 class Kind(Protocol):

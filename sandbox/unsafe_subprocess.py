@@ -40,5 +40,5 @@ class UnsafeSubprocess:
             },
             plain=True,
             memory=spec.memory,
-            processes=spec.processes + 2 * OWN_PROCESSES,
+            processes=spec.processes + OWN_PROCESSES,
         )

@@ -390,7 +390,7 @@ async def test_code_that_kills_its_supervisor_gets_a_result(provider: RoomProvid
     await session.run_python("x = 1")
     code = "import os, signal, time\nos.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)"
     died = await session.run_python(code, timeout=1)
-    if provider.backend.name == "docker":  # it is the first process of its namespace, which nobody inside can kill
+    if provider.backend.name != "subprocess":  # it is the first process of its namespace, which nobody inside can kill
         assert (died.outcome, died.state_lost) == (Outcome.TIMEOUT, False)
         return
     assert (died.outcome, died.state_lost) == (Outcome.SANDBOX_DIED, True)
@@ -555,21 +555,21 @@ async def test_a_hundred_runs_leave_nothing_behind(name: str) -> None:
         assert (provider.stats().calls_total, provider.stats().timeouts_total) == (100, 40)
         assert rooms.containers() == []
         assert [children_of(pid) for pid in children_of(os.getpid())] == [[]] * (name != "docker")
-    await rooms.until(lambda: footprint() == before)
+    await rooms.until(lambda: footprint() <= before)
 
 
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def footprint() -> dict[str, object]:
+def footprint() -> set[str]:
     """What a provider must give back: descriptors, processes, temporary folders, cgroups, containers."""
     return {
-        "fds": len(os.listdir("/proc/self/fd")),
-        "children": children_of(os.getpid()),
-        "folders": sorted(Path(tempfile.gettempdir()).glob("pace-agent-*")),
-        "cgroups": sorted(Path("/sys/fs/cgroup").glob("*/pace-agent-*/*/")),
-        "containers": rooms.containers(),
+        *(f"descriptor {name}" for name in os.listdir("/proc/self/fd")),
+        *(f"process {pid}" for pid in children_of(os.getpid())),
+        *map(str, Path(tempfile.gettempdir()).glob("pace-agent-*")),
+        *map(str, Path("/sys/fs/cgroup").glob("*/pace-agent-*/*/")),
+        *rooms.containers(),
     }
 
 

@@ -129,7 +129,7 @@ async def test_limits_are_the_daemons(client: docker.DockerClient) -> None:
         await provider.open(SandboxSpec(memory=256 << 20, processes=10, files=100, disk=1 << 20))
         (container,) = rooms.containers()
         host = client.api.inspect_container(container)["HostConfig"]
-        assert (host["Memory"], host["MemorySwap"], host["PidsLimit"]) == (256 << 20, 256 << 20, 12)
+        assert (host["Memory"], host["MemorySwap"], host["PidsLimit"]) == (256 << 20, 256 << 20, 11)
         assert (host["NetworkMode"], host["ReadonlyRootfs"], host["CapDrop"]) == ("none", True, ["ALL"])
         assert not host["Privileged"]
         assert not host["Binds"]

@@ -34,7 +34,7 @@ def _private_fd(fd: int) -> int:
 
 
 def spare_the_host() -> None:
-    """Where the machine runs out of memory, rooms go first. Set by root with all its rights, nothing inside can undo it."""
+    """Where the machine runs out of memory, rooms go first. What root set, nothing inside can undo."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as handle:
         handle.write("900")
 
@@ -176,7 +176,8 @@ class Launcher:
             os.setsid()
             spare_the_host()
             for group in cgroups:
-                write(f"{group}/cgroup.procs", "0")
+                # In version 1, moving itself as one thread spares the lock over all processes, which takes 10 ms.
+                write(f"{group}/tasks" if os.path.exists(f"{group}/tasks") else f"{group}/cgroup.procs", "0")
             nothing = _private_fd(os.open("/dev/null", os.O_RDWR))
             os.dup2(nothing, 0)
             os.dup2(nothing, 1)
