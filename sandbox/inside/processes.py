@@ -23,6 +23,10 @@ class Children:
         self._awaited.add(pid)
         return pid
 
+    def reap(self) -> None:
+        """Everyone who has ended so far."""
+        self.status(0)
+
     def status(self, pid: int, *, wait: bool = False) -> int | None:
         """The wait status of `pid`, once; None while it lives. Everyone else who has ended is reaped by the way."""
         while pid not in self._statuses:

@@ -99,6 +99,7 @@ class Session(Supervisor):
 
     def op_exec(self, header: Header, body: bytes) -> Reply:
         call, far_ends = piped(header["id"], body, self.captured)
+        self.children.reap()  # what has ended still counts against the limit on processes
         try:
             call.group = pid = self.children.awaits(os.fork())
             if pid == 0:

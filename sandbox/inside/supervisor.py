@@ -62,12 +62,15 @@ class Supervisor:
         nothing = os.open("/dev/null", os.O_RDWR)
         os.dup2(nothing, 2)  # until here it told the host why a start failed
         os.close(nothing)
-        while (frame := receive(self.reader)) is not None:
-            header, body = frame
-            if header["op"] in ("interrupt", "kill"):
-                continue  # for a call that has ended
-            reply, *bodies = getattr(self, "op_" + header["op"])(header, body)
-            send(self.writer, {"id": header["id"], **reply}, *bodies)
+        try:
+            while (frame := receive(self.reader)) is not None:
+                header, body = frame
+                if header["op"] in ("interrupt", "kill"):
+                    continue  # for a call that has ended
+                reply, *bodies = getattr(self, "op_" + header["op"])(header, body)
+                send(self.writer, {"id": header["id"], **reply}, *bodies)
+        except ConnectionError:
+            pass  # the host went while it was being answered
         self.leave()
 
     def leave(self) -> NoReturn:
