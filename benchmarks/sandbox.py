@@ -17,7 +17,8 @@ that the kernel puts off, such as taking down a network namespace, is in neither
 - `fresh run`: `run_fresh("print(1)")`. `fresh run, numpy` finds numpy loaded, `bare numpy` loads it; for these two
   it is the interpreter that runs this program, with its packages.
 - `docker exec`: the SDK's `exec_run` in a running container. `run in docker`: ours, with the same image.
-- `32 sessions` and `32 bare`: milliseconds for each of many runs, 32 at once; `runs_at_32` turns the ratio around.
+- `32 sessions` and `32 bare`: milliseconds for each of many runs, 32 at once, each with its own output;
+  `runs_at_32` turns the ratio around. `32 bare, one pipe`: the cheapest that Python can do, all output in one pipe.
 - Peers, all with `print(1)`: llm-sandbox in an open session, by bubblewrap (a fresh room for each run, its files on the
   host) and by Docker; skyrl-gym's Python tool and verifiers' subprocess runtime, which contain nothing.
   `sandbox_peers.py` runs them in an environment of their own, since their pins and ours may clash.
@@ -99,8 +100,26 @@ def process(argv: Sequence[str], expected: str = "1", **options: Any) -> Callabl
     return work
 
 
-def bare_at_once(argv: Sequence[str], runs: int) -> Work:
-    """Always 32 processes, the next one when one ends, spawned as cheaply as Python can."""
+def bare_at_once(argv: Sequence[str], runs: int) -> Callable[[], Awaitable[None]]:
+    """Always 32 processes, each with its own output read back, as asyncio does it."""
+
+    async def one(slots: asyncio.Semaphore) -> None:
+        async with slots:
+            process = await asyncio.create_subprocess_exec(
+                *argv, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            printed, _ = await process.communicate()
+        check_printed(printed, "1")
+
+    async def work() -> None:
+        slots = asyncio.Semaphore(AT_ONCE)
+        await asyncio.gather(*(one(slots) for _ in range(runs)))
+
+    return work
+
+
+def spawned_at_once(argv: Sequence[str], runs: int) -> Work:
+    """Always 32 processes, the next one when one ends, spawned as cheaply as Python can: all write to one pipe."""
 
     def work() -> None:
         reader, writer = os.pipe()
@@ -186,6 +205,7 @@ async def session_rows(stack: AsyncExitStack, bare: Sequence[str]) -> list[Row]:
         Row("run in a session", runs_of(await provider.open(), 100), runs=100, figure="session_run", demand=0.03),
         Row("fresh run", fresh, figure="zygote_print", demand=0.7),
         Row("32 bare", bare_at_once(bare, 64), runs=64),
+        Row("32 bare, one pipe", spawned_at_once(bare, 64), runs=64, against="32 bare"),
         Row("32 sessions", at_once, runs=AT_ONCE * each, against="32 bare", figure="runs_at_32", demand=40),
     ]
 

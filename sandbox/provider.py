@@ -13,8 +13,9 @@ import asyncio
 import contextlib
 import os
 import time
+from collections import defaultdict
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -89,7 +90,7 @@ class RoomProvider:
         self._warm: list[Room] = []
         self._warming: set[asyncio.Task[None]] = set()
         self._sessions: set[RoomSession] = set()
-        self._stats = SandboxStats()
+        self._counted: dict[str, Any] = defaultdict(int)
         self._closed = False
 
     async def open(self, spec: SandboxSpec | None = None) -> RoomSession:
@@ -122,7 +123,7 @@ class RoomProvider:
             await session.close()
 
     def stats(self) -> SandboxStats:
-        return replace(self._stats, open=len(self._sessions), warm=len(self._warm))
+        return SandboxStats(open=len(self._sessions), warm=len(self._warm), **self._counted)
 
     async def aclose(self) -> None:
         """Close every session and end every process. Closing twice is fine."""
@@ -201,4 +202,5 @@ class RoomProvider:
         self._count(calls_total=1, timeouts_total=int(late), exec_seconds=result.seconds)
 
     def _count(self, **added: float) -> None:
-        self._stats = replace(self._stats, **{key: getattr(self._stats, key) + value for key, value in added.items()})
+        for name, value in added.items():
+            self._counted[name] += value

@@ -112,8 +112,9 @@ class Supervisor:
         for fd in far_ends:
             os.close(fd)
         poll = select.poll()
-        for fd in (call.out, call.err):
-            os.set_blocking(fd, False)
+        if not call.is_cell:  # the kernel's pipes are not its own, and were made so
+            for fd in (call.out, call.err):
+                os.set_blocking(fd, False)
         for fd in (self.reader, self.wake, call.out, call.err):
             poll.register(fd, select.POLLIN)
         if reports is not None:
