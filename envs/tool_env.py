@@ -55,7 +55,7 @@ class ToolEnv(gymnasium.Env[Messages, Message | str]):
     tasks: TaskSource | None = None
     """Where tasks come from."""
     sandbox_spec: ClassVar[SandboxSpec | None] = None
-    """Limits of a sandbox session; None leaves them to the provider. One is opened only where a tool asks for it."""
+    """Limits of a sandbox session: what differs from the defaults of SandboxSpec wins over those of the provider."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -151,7 +151,8 @@ class ToolEnv(gymnasium.Env[Messages, Message | str]):
             if self._session is None:
                 if self._provider is None:
                     self._provider, self._owns_provider = await _own_provider(), True
-                self._session = await self._provider.open(self.sandbox_spec)
+                spec = self.sandbox_spec
+                self._session = await self._provider.open(None if spec is None else spec.over(self._provider.spec))
             return self._session
 
     # Gymnasium, asynchronous -----------------------------------------------------------------------------------------

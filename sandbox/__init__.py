@@ -55,6 +55,8 @@ def open_provider(
         raise UserError(f"unknown sandbox backend {backend!r}.{did_you_mean(backend, BACKENDS)}")
     if backend != "docker" and (image or runtime):
         raise UserError(f"an image or a runtime is for sandbox backend 'docker', not for {backend!r}.")
+    if backend == "docker" and packages:
+        raise UserError("packages are for sandbox backend 'bwrap'; a container has those of its image.")
     if backend == "subprocess" and not unsafe:
         raise UserError(
             "sandbox backend 'subprocess' contains nothing: model-written code would run as you, with your files "

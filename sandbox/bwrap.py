@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from pace_agent.errors import UserError
+from pace_agent.errors import SandboxError, UserError
 from pace_agent.sandbox import bundle, inside, seccomp
 from pace_agent.sandbox.base import BackendCheck, SandboxSpec
 from pace_agent.sandbox.launch import Plan
 from pace_agent.sandbox.launched import OWN_PROCESSES, LaunchedRooms, agent_config
 from pace_agent.sandbox.launcher.mounts import FOLDERS, PLACE
-from pace_agent.sandbox.trial import failure
+from pace_agent.sandbox.trial import first_program
 
 NOBODY = 65534
 OLDEST_PYTHON = (3, 9)
@@ -117,7 +117,9 @@ class Bwrap:
         return (str(self.binary.parent), *libraries, *self.interpreter.folders)
 
     def plan(self, spec: SandboxSpec, *, fresh: bool, makes_folders: bool) -> Plan:
-        config = agent_config(spec, root="/box", namespaced=True, own_user=True)
+        covered = tuple(f"{target}/" for target in _WRITABLE.values())
+        shown = [folder for folder in self.interpreter.folders if folder.startswith(covered)]
+        config = agent_config(spec, root="/box", namespaced=True, own_user=True, shown=shown)
         arguments = self.arguments(spec, fresh=fresh, makes_folders=makes_folders)
         program = inside.FRESH if fresh else inside.SESSION
         return Plan(
@@ -231,6 +233,8 @@ def explain(errors: str, sysctl: Path = Path("/proc/sys")) -> tuple[str, str]:
             "In a container, start it with `--security-opt seccomp=unconfined --security-opt apparmor=unconfined "
             "--security-opt systempaths=unconfined`, or run on the host.",
         )
+    if "Permission denied" in errors:
+        return errors, "This user must be able to read that; or take a Python that it can."
     return errors, "Run `bwrap --unshare-user --ro-bind / / true` to see the same failure by hand."
 
 
@@ -241,6 +245,7 @@ def check(binary: Path | None = None) -> BackendCheck:
     except UserError as error:
         reason, _, remedy = str(error).partition(". ")
         return BackendCheck("bwrap", False, reason, remedy)
-    if failed := failure(chosen):
-        return BackendCheck("bwrap", False, *explain(str(failed)))
-    return BackendCheck("bwrap", True)
+    try:
+        return BackendCheck("bwrap", True, first_program(chosen))
+    except (SandboxError, OSError) as error:
+        return BackendCheck("bwrap", False, *explain(str(error)))

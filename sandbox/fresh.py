@@ -47,6 +47,9 @@ class Zygotes:
 
     @asynccontextmanager
     async def _zygote(self, spec: SandboxSpec) -> AsyncIterator[RoomSession]:
+        for dead in [zygote for zygote in self._idle if not zygote.alive]:
+            self._idle.remove(dead)
+            await dead.close()
         found = next((zygote for zygote in self._idle if zygote.spec == spec), None)
         if found is not None:
             self._idle.remove(found)

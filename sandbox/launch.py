@@ -20,6 +20,9 @@ from pace_agent.errors import SandboxError
 from pace_agent.sandbox import bundle, launcher
 from pace_agent.sandbox.room import RoomEnd
 
+PATIENCE = 10.0
+"""Seconds in which a launcher must answer, and end a room, before it is taken for dead."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -53,6 +56,8 @@ class LaunchedProcess:
         """End every process of the room. Returns at once; `gone` tells when."""
         if not self.gone.done():
             self._launcher.send({"op": "kill", "id": self._number})
+            overdue = asyncio.get_running_loop().call_later(PATIENCE, self._launcher.give_up)
+            self.gone.add_done_callback(lambda _: overdue.cancel())
 
     async def oom_kills(self) -> int:
         """How many of its processes the kernel has killed for want of memory so far."""
@@ -130,6 +135,8 @@ class Launcher:
                     "folders": plan.folders,
                 }
             )
+        if not self.alive:  # here, or it would be a room whose end nobody tells
+            raise SandboxError("the sandbox launcher died")
         self._next += 1
         room = self._rooms[self._next] = LaunchedProcess(self, self._next)
         self.send({"op": "spawn", "id": self._next, "template": template}, os.dup(room_socket.fileno()))
@@ -141,7 +148,17 @@ class Launcher:
         question: asyncio.Future[int] = self._loop.create_future()
         self._questions.append(question)
         self.send({"op": "oom", "id": number})
-        return await question
+        overdue = self._loop.call_later(PATIENCE, self.give_up)
+        try:
+            return await question
+        finally:
+            overdue.cancel()
+
+    def give_up(self) -> None:
+        """It doesn't answer: end it, and by the kernel's hand every room."""
+        if self.alive:
+            self._process.kill()
+            self._died()
 
     def send(self, message: dict[str, Any], fd: int | None = None) -> None:
         """Queue a message; `fd`, if given, goes with it and is closed here."""

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pace_agent.errors import SandboxError
@@ -33,8 +34,12 @@ class Kind(Protocol):
         """How to start a room: a session's, or one for `fresh` executions. `makes_folders`: the launcher can."""
 
 
-def agent_config(spec: SandboxSpec, *, root: str, namespaced: bool, own_user: bool) -> str:
-    """What the program inside keeps to, as JSON. `own_user`: no process outside counts as this user's."""
+def agent_config(spec: SandboxSpec, *, root: str, namespaced: bool, own_user: bool, shown: Sequence[str] = ()) -> str:
+    """What the program inside keeps to, as JSON.
+
+    `own_user`: no process outside counts as this user's. `shown`: folders below those that are covered for each fresh
+    execution, to be shown in it again.
+    """
     limits = {
         "DATA": spec.memory,
         "AS": 4 * spec.memory,
@@ -57,6 +62,7 @@ def agent_config(spec: SandboxSpec, *, root: str, namespaced: bool, own_user: bo
         "modules": list(spec.modules),
         "disk": spec.disk,
         "files": spec.files,
+        "shown": list(shown),
     }
     return json.dumps(config)
 
@@ -81,8 +87,12 @@ class LaunchedRooms:
             plan = self._kind.plan(spec, fresh=fresh, makes_folders=launcher.makes_folders)
             self._plans[spec, fresh] = plan
         near, far = socket.socketpair()
-        with far:
-            room = Room(launcher.spawn(plan, far))
+        try:
+            with far:
+                room = Room(launcher.spawn(plan, far))
+        except BaseException:
+            near.close()
+            raise
         try:
             await asyncio.get_running_loop().create_connection(lambda: room, sock=near)
         except BaseException:

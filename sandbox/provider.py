@@ -81,7 +81,7 @@ class RoomProvider:
         self, backend: Backend, *, spec: SandboxSpec | None = None, prewarm: int = 0, sessions: int = 256
     ) -> None:
         self.backend = backend
-        self._spec = spec or SandboxSpec()
+        self.spec = spec or SandboxSpec()
         self._prewarm = prewarm
         self._slots = asyncio.Semaphore(sessions)
         self._starting = asyncio.Semaphore(2 * (os.cpu_count() or 1))
@@ -95,7 +95,7 @@ class RoomProvider:
 
     async def open(self, spec: SandboxSpec | None = None) -> RoomSession:
         """A session with fresh state. Waits while `sessions` are open. SandboxError if no room can be had."""
-        spec = spec or self._spec
+        spec = spec or self.spec
         began = time.monotonic()
         await self._slots.acquire()
         try:
@@ -113,7 +113,7 @@ class RoomProvider:
         self, code: str, *, stdin: bytes = b"", timeout: float | None = None, spec: SandboxSpec | None = None
     ) -> ExecResult:
         """See `Provider`. By a fork of a process that has the modules loaded, where the backend has one."""
-        spec = spec or self._spec
+        spec = spec or self.spec
         if self.backend.has_zygote:
             return await self._zygotes.run(spec, code, stdin, timeout)
         session = await self.open(spec)
@@ -168,7 +168,7 @@ class RoomProvider:
             return room
 
     def _take_warm(self, spec: SandboxSpec) -> Room | None:
-        while spec == self._spec and self._warm:
+        while spec == self.spec and self._warm:
             room = self._warm.pop()
             if room.alive:
                 return room
@@ -188,7 +188,7 @@ class RoomProvider:
     async def _warm_one(self) -> None:
         # On an error: whoever opens a session next meets the same one, where it can be told.
         with contextlib.suppress(SandboxError):
-            self._warm.append(await self._start(self._spec))
+            self._warm.append(await self._start(self.spec))
 
     # -- figures
 

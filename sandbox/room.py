@@ -16,6 +16,7 @@ from pace_agent.errors import SandboxError
 
 Header = dict[str, Any]
 
+LONGEST_END = 15.0
 _SIZES = struct.Struct("!II")
 _LARGEST_HEADER = 1 << 16
 _CHUNK = 1 << 14
@@ -104,9 +105,12 @@ class Room(asyncio.BufferedProtocol):
         self._abort()
 
     async def end(self) -> RoomEnd:
-        """Kill it, and wait until nothing of it is left. SandboxError if the launcher died."""
+        """Kill it, and wait until nothing of it is left, or nobody says so. SandboxError if the launcher died."""
         self.kill()
-        return await asyncio.shield(self.process.gone)
+        try:
+            return await asyncio.wait_for(asyncio.shield(self.process.gone), LONGEST_END)
+        except TimeoutError:
+            return RoomEnd(-1, f"it did not end in {LONGEST_END:.0f} s", 0)
 
     def _abort(self) -> None:
         self.alive = False

@@ -11,14 +11,14 @@ What always holds:
 """
 
 import asyncio
+import contextlib
 import errno
-import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from pace_agent.errors import SandboxError, UserError
-from pace_agent.sandbox.base import ExecResult, Outcome, SandboxSpec
+from pace_agent.sandbox.base import ExecResult, Outcome, SandboxSpec, file_error
 from pace_agent.sandbox.room import Header, Room, RoomDied
 
 GRACE = 1.0
@@ -69,6 +69,8 @@ class RoomSession:
         self._called = called
         self._lock = asyncio.Lock()
         self._oom_seen = 0
+        self._lost = False
+        """Whether state was lost that no result has reported."""
         self._running: int | None = None
         self._closed = False
         self._gone: asyncio.Future[None] | None = None
@@ -76,31 +78,34 @@ class RoomSession:
     # -- what a Session does
 
     async def run_python(self, code: str, *, timeout: float | None = None) -> ExecResult:
+        _insist("code", code, str)
         return await self._call({"op": "run"}, code.encode("utf-8", "surrogatepass"), timeout)
 
     async def run_fresh(self, code: str, *, stdin: bytes = b"", timeout: float | None = None) -> ExecResult:
         """In a room for fresh executions: one that shares nothing with those before."""
+        _insist("code", code, str)
+        _insist("stdin", stdin, bytes)
         body = stdin + code.encode("utf-8", "surrogatepass")
         return await self._call({"op": "fresh", "stdin": len(stdin)}, body, timeout)
 
     async def exec(self, argv: list[str], *, stdin: bytes = b"", timeout: float | None = None) -> ExecResult:
-        """Run a program with /box as its folder. What it leaves running stays until a deadline, `reset` or `close`."""
-        if not argv or not all(isinstance(word, str) and "\0" not in word for word in argv):
+        _insist("stdin", stdin, bytes)
+        if (
+            not isinstance(argv, list | tuple)
+            or not argv
+            or not all(isinstance(word, str) and "\0" not in word for word in argv)
+        ):
             raise UserError(f"argv must be a list of strings without NUL, at least the program's name; got {argv!r}")
         return await self._call({"op": "exec", "argv": argv}, stdin, timeout)
 
     async def put(self, path: str, data: bytes) -> None:
-        """Write a file below /box, folders included.
-
-        OSError of the matching kind where that fails inside (no space, a link or folder in the way).
-        """
+        _insist("data", data, bytes)
         if len(data) > self.spec.disk:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+            raise file_error(errno.ENOSPC, path)
         header, _ = await self._ask({"op": "put", "path": path}, data)
         _raise_errno(header, path)
 
     async def get(self, path: str, *, limit: int = 1 << 20) -> bytes:
-        """Read a regular file below /box. SandboxError beyond `limit` bytes; OSError where it can't be read."""
         header, body = await self._ask({"op": "get", "path": path, "limit": limit}, largest=limit)
         _raise_errno(header, path)
         if header.get("too_large"):
@@ -127,6 +132,11 @@ class RoomSession:
         """Whether its end has begun."""
         return self._closed
 
+    @property
+    def alive(self) -> bool:
+        """Whether its room is there; another one takes its place at the next call."""
+        return self._room is not None and self._room.alive
+
     def close_now(self) -> None:
         """Kill without waiting: for cancellation, where nothing may be awaited."""
         if self._closed:
@@ -147,13 +157,14 @@ class RoomSession:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise SandboxError("this sandbox session is closed")
+            raise SandboxError("this sandbox session is closed (a cancelled call closes it too)")
 
     async def _live_room(self) -> Room:
         self._check_open()
         if self._room is not None and not self._room.alive:
-            dead, self._room = self._room, None
-            await dead.end()
+            dead, self._room, self._lost = self._room, None, True
+            with contextlib.suppress(SandboxError):  # its launcher died, and it with that
+                await dead.end()
         if self._room is None:
             room = await self._start(self.spec)
             try:
@@ -169,7 +180,6 @@ class RoomSession:
         if not seconds > 0:
             raise UserError(f"timeout must be above 0 seconds, got {timeout}")
         async with self._lock:
-            lost = self._room is not None and not self._room.alive
             room = await self._live_room()
             if header["op"] == "fresh":  # what was killed in those before says nothing about this one
                 self._oom_seen = await room.process.oom_kills()
@@ -180,7 +190,7 @@ class RoomSession:
                 reply, output = await room.reply()
                 if header["op"] == "fresh" and "failed" in reply:
                     raise SandboxError(f"a fresh room could not be furnished: {reply['failed']}")
-                result = await self._result(room, reply, output, deadline.passed, time.monotonic() - began, lost)
+                result = await self._result(room, reply, output, deadline.passed, time.monotonic() - began)
             except RoomDied:
                 result = await self._death(room, deadline.passed, time.monotonic() - began)
             except asyncio.CancelledError:
@@ -208,9 +218,7 @@ class RoomSession:
             finally:
                 timer.cancel()
 
-    async def _result(
-        self, room: Room, reply: Header, output: bytes, late: bool, seconds: float, lost: bool
-    ) -> ExecResult:
+    async def _result(self, room: Room, reply: Header, output: bytes, late: bool, seconds: float) -> ExecResult:
         exit_code, died_of, cut = (_integer(reply, key) for key in ("exit_code", "signal", "cut"))
         out_size = _integer(reply, "out")
         outcome = Outcome.OK if exit_code == 0 else Outcome.NONZERO
@@ -227,6 +235,7 @@ class RoomSession:
             outcome = Outcome.OUTPUT_LIMIT
         elif died_of:
             outcome = Outcome.KILLED
+        lost, self._lost = self._lost, False
         errors = output[out_size:].decode("utf-8", "replace")
         return ExecResult(
             outcome=outcome,
@@ -248,8 +257,9 @@ class RoomSession:
     async def _death(self, room: Room, late: bool, seconds: float) -> ExecResult:
         """The room ended under a call. SandboxError and no result if the launcher did: no model's code can do that."""
         self._check_open()
-        self._room = None
+        self._room, self._lost = None, True
         end = await room.end()
+        self._lost = False
         if late:
             outcome, note = Outcome.TIMEOUT, f"Stopped at the deadline after {seconds:.1f} s, with the whole sandbox."
         elif end.oom_kills > self._oom_seen:
@@ -277,6 +287,11 @@ def _with_note(text: str, note: str) -> str:
     return f"{text}{'' if not text or text.endswith(chr(10)) else chr(10)}{note}\n"
 
 
+def _insist(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise UserError(f"{name} must be {kind.__name__}, got {type(value).__name__}")
+
+
 def _raise_errno(reply: Header, path: str) -> None:
     if number := _integer(reply, "errno"):
-        raise OSError(number, os.strerror(number), path)
+        raise file_error(number, path)

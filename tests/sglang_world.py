@@ -83,6 +83,10 @@ class World:
         await until(lambda: sum(len(server.scheduler.running) for server in self.alive) >= count)
         await asyncio.sleep(0.03)
 
+    def sampled(self) -> int:
+        """Tokens so far, of all servers."""
+        return sum(server.scheduler.sampled_tokens for server in self.alive)
+
     @property
     def alive(self) -> list[FakeServer]:
         return [server for server in self.servers if server.alive]

@@ -186,6 +186,8 @@ async def test_the_runtime_publishes_without_who_refuses(tmp_path: Path, refusal
                 it.servers[2].set_faults(fail_updates=refusals if version == 1 else 0, fail_after_change=True)
                 await runtime.publish(it.weights, version)
                 assert runtime.version == version
+                sampled = it.sampled()
+                await until(lambda sampled=sampled: it.sampled() > sampled)  # type: ignore[misc]
             generations = await it.check_all()
             assert {span.version for each in generations for span in each.spans} == {0, 1, 2}
             it.servers[2].set_faults(fail_updates=0)

@@ -14,9 +14,10 @@ import pytest
 import rooms
 
 from pace_agent.errors import SandboxError, UserError
-from pace_agent.sandbox import Outcome, SandboxSpec, check, open_provider
+from pace_agent.sandbox import Outcome, SandboxSpec, check, launch, open_provider
 from pace_agent.sandbox import bwrap as bwrap_module
 from pace_agent.sandbox import session as session_module
+from pace_agent.sandbox.base import FileError
 from pace_agent.sandbox.launched import LaunchedRooms
 from pace_agent.sandbox.provider import RoomProvider
 from pace_agent.sandbox.room import Room, RoomDied
@@ -488,6 +489,74 @@ async def test_frames_that_are_none_end_the_room() -> None:
     assert await told(b"") == 0
 
 
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b", "x" * 300])
+async def test_names_that_no_file_can_have_are_file_errors(session: RoomSession, name: str) -> None:
+    await session.run_python("x = 1")
+    with pytest.raises(FileError):
+        await session.put(name, b"x")
+    with pytest.raises(FileError):
+        await session.get(name)
+    assert (await session.run_python("x")).stdout == "1\n"
+
+
+async def test_lost_state_is_reported_once_whatever_comes_first(provider: RoomProvider) -> None:
+    session = await provider.open()
+    await session.run_python("x = 1")
+    assert session._room is not None
+    session._room.kill()
+    await session.put("file", b"x")
+    result = await session.run_python("'x' in globals()")
+    assert (result.stdout, result.state_lost) == ("False\n", True)
+    assert not (await session.run_python("1")).state_lost
+
+
+@pytest.mark.parametrize("provider", ["bwrap", "subprocess"], indirect=True)
+async def test_a_launcher_that_died_is_replaced_for_new_limits_and_old_sessions(provider: RoomProvider) -> None:
+    session = await provider.open()
+    await provider.run_fresh("1")
+    assert isinstance(provider._rooms, LaunchedRooms)
+    for _ in range(2):
+        launcher = provider._rooms._launcher
+        assert launcher is not None
+        launcher._process.kill()
+        launcher._process.wait()
+        launcher.alive = True  # as long as nobody has heard of its end
+        for _ in range(2):  # the first may meet the dead one
+            try:
+                other = await provider.open(SandboxSpec(timeout=3))
+            except SandboxError:
+                continue
+        assert (await other.run_python("6 * 7")).stdout == "42\n"
+        assert (await session.run_python("6 * 7")).state_lost
+        assert (await provider.run_fresh("6 * 7")).stdout == "42\n"
+
+
+async def test_other_limits_cost_the_launcher_no_descriptors() -> None:
+    async with RoomProvider(bwrap_module.backend()) as provider:
+        counts = []
+        for number in range(4):
+            session = await provider.open(SandboxSpec(timeout=1 + number))
+            (launcher,) = (pid for pid in children_of(os.getpid()) if is_launcher(pid))
+            counts.append(len(os.listdir(f"/proc/{launcher}/fd")))
+            await session.close()
+        assert counts[1:] == counts[:1] * 3
+
+
+def is_launcher(pid: int) -> bool:
+    return b'"owner"' in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+async def test_a_frozen_launcher_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "PATIENCE", 0.3)
+    async with RoomProvider(bwrap_module.backend()) as provider:
+        session = await provider.open()
+        assert isinstance(provider._rooms, LaunchedRooms)
+        assert provider._rooms._launcher is not None
+        provider._rooms._launcher._process.send_signal(signal.SIGSTOP)
+        await session.close()
+        assert (await (await provider.open()).run_python("6 * 7")).stdout == "42\n"
+
+
 # -- many
 
 
@@ -554,7 +623,8 @@ async def test_a_hundred_runs_leave_nothing_behind(name: str) -> None:
         assert provider.stats().opened_total == provider.stats().closed_total == 10
         assert (provider.stats().calls_total, provider.stats().timeouts_total) == (100, 40)
         assert rooms.containers() == []
-        assert [children_of(pid) for pid in children_of(os.getpid())] == [[]] * (name != "docker")
+        ours = [pid for pid in children_of(os.getpid()) if f"process {pid}" not in before]
+        assert [children_of(pid) for pid in ours] == [[]] * (name != "docker")
     await rooms.until(lambda: footprint() <= before)
 
 

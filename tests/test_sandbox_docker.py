@@ -1,8 +1,10 @@
 """What only containers have: images, owners, the daemon, and the end of what was left behind."""
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -106,6 +108,42 @@ async def test_a_container_removed_from_outside_ends_its_call(client: docker.Doc
 
 
 @rooms.needs_docker
+@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.1, 0.2])
+async def test_closing_during_an_open_leaves_no_container(seconds: float) -> None:
+    provider = RoomProvider(Docker())
+    await provider.__aenter__()
+    opening = asyncio.ensure_future(provider.open())
+    await asyncio.sleep(seconds)
+    await provider.aclose()
+    with contextlib.suppress(SandboxError):
+        await opening
+    await provider.aclose()
+    assert rooms.containers() == []
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@rooms.needs_docker
+async def test_a_fork_does_not_keep_a_container_alive(tmp_path: Path) -> None:
+    mark = rooms.mark()
+    fork = "import os, time\n        if os.fork() == 0:\n            time.sleep(30)\n            os._exit(0)\n        "
+    forking = DRIVER.replace('print("open"', fork + 'print("open"')
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen([sys.executable, "-c", forking, mark], env=environment, cwd=tmp_path) as process:  # noqa: ASYNC220
+        try:
+            await rooms.until(lambda: len(rooms.sleepers(mark)) == 4)  # driver, its fork, and one in each container
+            (worker,) = (pid for pid in rooms.sleepers(mark) if parent_of(pid) == process.pid)
+        finally:
+            process.kill()
+    try:
+        await rooms.until(lambda: not rooms.containers(process.pid), seconds=15)
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+@rooms.needs_docker
 async def test_an_image_of_ones_own_and_its_errors(client: docker.DockerClient) -> None:
     built = image.build(client)
     async with open_provider("docker", image=built) as provider:
@@ -186,9 +224,14 @@ def test_a_daemon_that_talks_nonsense_is_an_error(monkeypatch: pytest.MonkeyPatc
                 nonsense.kill()
 
 
-def test_owners_that_can_not_be_judged_are_left_alone() -> None:
+def test_owners_that_can_not_be_judged_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("", "nonsense", "a b c d e f", "a b c 1 2"):
-        assert not owner.is_stale(text)
+        assert not owner.is_stale(text, local=True)
     ours = owner.labels()[owner.OWNER]
-    assert not owner.is_stale(ours)
-    assert owner.is_stale(ours.rpartition(" ")[0] + " 1")
+    assert not owner.is_stale(ours, local=True)
+    assert owner.is_stale(ours.rpartition(" ")[0] + " 1", local=True)
+    machine, _, rest = ours.split(" ", 2)
+    assert owner.is_stale(f"{machine} another-boot {rest}", local=True)
+    assert not owner.is_stale(f"{machine} another-boot {rest}", local=False)
+    monkeypatch.setattr(owner, "_read", lambda path: "" if path.endswith("/stat") else Path(path).read_text().strip())
+    assert not owner.is_stale(ours, local=True)  # a process that we may not look at

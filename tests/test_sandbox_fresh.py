@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import rooms
@@ -178,3 +179,22 @@ async def test_closing_ends_the_zygotes() -> None:
         await provider.run_fresh("1")
     with pytest.raises(SandboxError, match="closed"):
         await provider.run_fresh("1")
+
+
+async def test_an_interpreter_below_a_covered_folder_is_seen(tmp_path: Path) -> None:
+    """Fresh executions cover /tmp with an empty folder; what the room shows below it stays."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "below_tmp.py").write_text("answer = 42")
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.is_relative_to("/tmp") and folder != Path("/tmp"):
+            folder.chmod(0o755)
+    found = bwrap.backend().interpreter
+    kind = bwrap.backend(interpreter=bwrap.Interpreter(found.path, (*found.folders, str(tmp_path))))
+    code = f"import sys; sys.path.append('{tmp_path}/site'); import below_tmp; print(below_tmp.answer)"
+    async with RoomProvider(kind) as provider:
+        for _ in range(2):
+            assert (await provider.run_fresh(code)).stdout == "42\n"
+        refused = await provider.run_fresh(f"open('{tmp_path}/site/new', 'w')")
+        assert "Read-only file system" in refused.stderr
+        session = await provider.open()
+        assert (await session.run_python(code)).stdout == "42\n"

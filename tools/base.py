@@ -22,7 +22,6 @@ import asyncio
 import inspect
 import json
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -40,7 +39,7 @@ from pace_agent.errors import (
     UserError,
     did_you_mean,
 )
-from pace_agent.sandbox.base import Session
+from pace_agent.sandbox.base import FileError, Session
 from pace_agent.tools.schema import Signature, check_arguments, json_schema, read_signature
 from pace_agent.types import Message, ToolCall
 
@@ -138,6 +137,8 @@ class Tool:
             if inspect.isawaitable(value):
                 value = await value
             return as_text(value)
+        except FileError as error:
+            raise ToolError(f"{error.filename}: {error.strerror}") from error
         except (ToolError, SandboxError, EngineError, GraderError, EnvironmentFault):
             raise
         except Exception as error:
@@ -224,12 +225,13 @@ class ToolSet:
         checked = check_arguments(wanted.signature, call.arguments)
         if isinstance(checked, str):
             return _refused(call, f"{call.name}: {checked}")
-        start = time.monotonic()
+        time = asyncio.get_running_loop().time
+        start = time()
         try:
             content, error = await wanted.run(checked, self._session), False
         except ToolError as raised:
             content, error = encodable(f"Error: {raised}"), True
-        return ToolResult(call, content, error=error, seconds=time.monotonic() - start)
+        return ToolResult(call, content, error=error, seconds=time() - start)
 
 
 def _refused(call: ToolCall, reason: str) -> ToolResult:

@@ -17,9 +17,12 @@ STYLES = {"system": "dim", "user": "bold", "assistant": "green", "tool": "yellow
 
 
 def run(target: str, config: RunConfig, *, seed: int, temperature: float) -> None:
-    """Play one held-out task and print its messages, stamps and reward."""
+    """Play one held-out task and print its messages, stamps and reward; exit status 1 if the episode failed."""
     parts = wire(with_model(config, target))
-    _print(asyncio.run(_play(parts, config, seed, temperature)))
+    trajectory = asyncio.run(_play(parts, config, seed, temperature))
+    _print(trajectory)
+    if trajectory.error:
+        raise SystemExit(1)
 
 
 async def _play(parts: Parts, config: RunConfig, seed: int, temperature: float) -> Trajectory:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -12,15 +12,17 @@ from rich.text import Text
 
 from pace_agent.cli.wiring import open_sandbox
 from pace_agent.config.models import SandboxSection
-from pace_agent.errors import UserError
+from pace_agent.errors import SandboxError, UserError
 from pace_agent.sandbox import BackendCheck, backend_named, bwrap, check
 from pace_agent.sandbox.base import ExecResult, Outcome
 from pace_agent.sandbox.docker.options import USER
 from pace_agent.sandbox.probes import ProbeResult, run
 from pace_agent.sandbox.provider import RoomProvider
 
-STATUS = {Outcome.TIMEOUT: 124, Outcome.OOM: 137, Outcome.KILLED: 137, Outcome.OUTPUT_LIMIT: 141}
+STATUS = {Outcome.TIMEOUT: 124, Outcome.OOM: 137, Outcome.OUTPUT_LIMIT: 141}
 """Exit status for what ended without one of its own, as shells and `timeout` have it."""
+NO_SANDBOX = 125
+MOST_STDIN = 64 << 20
 
 Tried = dict[str, list[ProbeResult]]
 """By kind of room: the backend's sessions, and its fresh executions where those are made in another way."""
@@ -53,20 +55,19 @@ async def _attack(name: str, section: SandboxSection) -> Tried:
     user = USER if name == "docker" else bwrap.backend().user
     async with RoomProvider(backend) as provider:
         tried = {f"{name} session": await run(provider, user=user)}
-        if backend.has_zygote:
-            tried[f"{name} fresh"] = await run(provider, fresh=True, user=user)
+        tried[f"{name} fresh"] = await run(provider, fresh=True, has_zygote=backend.has_zygote, user=user)
     return tried
 
 
 def _print_backends(console: Console, found: list[BackendCheck]) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2))
-    for title in ("backend", "works here", "why not, and what to do"):
+    for title in ("backend", "works here", "what to know"):
         table.add_column(title, overflow="fold")
     for each in found:
         works = Text("yes", style="green") if each.available else Text("no", style="red")
         if each.backend == "subprocess":
             works = Text("unsafe", style="yellow")
-        said = "  ".join(part for part in (each.reason, each.remedy) if part)
+        said = ". ".join(part for part in (each.reason, each.remedy) if part)
         table.add_row(Text(each.backend, style="bold"), works, Text(said))
     console.print(table)
 
@@ -111,28 +112,44 @@ def _probe_facts(tried: Tried) -> dict[str, list[dict[str, Any]]]:
 def run_file(path: str, section: SandboxSection, *, as_json: bool) -> int:
     """Run a file of Python in a sandbox of its own, with our standard input; the exit status."""
     code, stdin = _read(path)
-    result = asyncio.run(_run(code, stdin, section))
+    try:
+        result = asyncio.run(_run(code, stdin, section))
+    except SandboxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return NO_SANDBOX
     if as_json:
         print(json.dumps({name: getattr(result, name) for name in ExecResult.__dataclass_fields__}))
     else:
-        sys.stdout.write(result.stdout)
-        sys.stdout.flush()
-        sys.stderr.write(result.stderr)
+        _write(sys.stdout, result.stdout)
+        _write(sys.stderr, result.stderr)
         if result.outcome not in (Outcome.OK, Outcome.NONZERO):
             print(f"pace-agent: {result.outcome} after {result.seconds:.1f} s", file=sys.stderr)
     if result.outcome is Outcome.NONZERO:
         return (result.exit_code or 1) & 0xFF or 1
-    return STATUS.get(result.outcome, 0 if result.outcome is Outcome.OK else 1)
+    if result.outcome is Outcome.KILLED:
+        return 128 - (result.exit_code or 0)
+    return STATUS.get(result.outcome, 0 if result.outcome is Outcome.OK else NO_SANDBOX)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    encoding = stream.encoding or "utf-8"
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    stream.flush()
 
 
 def _read(path: str) -> tuple[str, bytes]:
-    if path == "-":
-        return sys.stdin.read(), b""
+    """The program, and the standard input for it."""
+    given = b"" if sys.stdin is None or (sys.stdin.isatty() and path != "-") else sys.stdin.buffer.read(MOST_STDIN + 1)
+    if len(given) > MOST_STDIN:
+        raise UserError(
+            f"standard input is longer than {MOST_STDIN >> 20} MiB; it is read whole before the program starts"
+        )
     try:
-        code = Path(path).read_text(encoding="utf-8")
+        if path == "-":
+            return given.decode("utf-8"), b""
+        return Path(path).read_text(encoding="utf-8"), given
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} can't be read: {error}") from None
-    return code, b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
 
 
 async def _run(code: str, stdin: bytes, section: SandboxSection) -> ExecResult:

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
 
 from pace_agent.errors import SandboxError
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+NONSENSE = (OSError, ValueError, KeyError, TypeError)
+"""What the SDK raises for addresses that are none, and for servers that are no Docker daemon."""
 THREADS = 16
 """Calls to the daemon at a time; each blocks a thread."""
 INSTALL = "Get it by `pip install 'pace-agent[docker]'`."
@@ -50,8 +53,9 @@ def connect() -> "DockerClient":
         import requests
     except ImportError:
         raise NotHere("the docker SDK for Python is not installed", INSTALL) from None
+    host = os.environ.get("DOCKER_HOST") or docker.constants.DEFAULT_UNIX_SOCKET
     try:
-        _knock(os.environ.get("DOCKER_HOST") or docker.constants.DEFAULT_UNIX_SOCKET)
+        _knock(host)
         # With a version it doesn't talk to the daemon yet: what can fail, fails where the client can be closed.
         asking = docker.from_env(version=docker.constants.DEFAULT_DOCKER_API_VERSION, timeout=10)
         try:
@@ -59,10 +63,15 @@ def connect() -> "DockerClient":
         finally:
             asking.close()
         return docker.from_env(version=spoken, max_pool_size=THREADS)
-    except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
+    except PermissionError as error:
         raise NotHere(
-            f"no Docker daemon answers: {reason(error)}",
-            "Start it, let this user talk to it (group docker), or name it in DOCKER_HOST.",
+            f"this user may not talk to the Docker daemon at {host}",
+            "Add it to the group docker, which is as good as giving it root.",
+        ) from error
+    except (docker.errors.DockerException, requests.exceptions.RequestException, *NONSENSE) as error:
+        raise NotHere(
+            f"no Docker daemon answers at {host}: {reason(error)}",
+            "Start it, or name another in DOCKER_HOST (unix:///PATH or tcp://HOST:PORT).",
         ) from error
 
 
@@ -71,6 +80,7 @@ def _knock(host: str) -> None:
     scheme, _, path = host.partition("://")
     if scheme in ("unix", "http+unix"):
         with socket.socket(socket.AF_UNIX) as trying:
+            trying.settimeout(10)
             trying.connect("/" + path.lstrip("/"))
 
 
@@ -88,8 +98,9 @@ def told(work: Callable[[], T]) -> T:
 def reason(error: BaseException) -> str:
     """The innermost words of an error of the SDK, which wraps what the daemon or the system said."""
     explanation = getattr(error, "explanation", None)
-    text = str(explanation or error).strip()
-    return text.rstrip(".") or type(error).__name__
+    while not explanation and (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return str(explanation or error).strip().rstrip(".") or type(error).__name__
 
 
 def attach(client: "DockerClient", container: str) -> socket.socket:
@@ -103,4 +114,17 @@ def attach(client: "DockerClient", container: str) -> socket.socket:
     response = getattr(stream, "_response", None)
     if response is not None:
         response.close()  # its socket; the stream lives on in ours
+    _attached.add(own)
     return own
+
+
+_attached: "WeakSet[socket.socket]" = WeakSet()
+
+
+def _let_go() -> None:
+    """In a fork of this process: a copy of a stream would keep its container alive after us."""
+    for stream in list(_attached):
+        stream.close()
+
+
+os.register_at_fork(after_in_child=_let_go)

@@ -10,6 +10,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from docker import DockerClient
 
 NAME = "pace-agent-sandbox"
-RECIPE = 1
+RECIPE = 2
 """Raised whenever the contents of the built image change."""
 PACKAGES = ("numpy", "sympy", "mpmath")
 """Distributions that go into the built image, those that are installed here."""
@@ -48,7 +49,7 @@ def ready(client: "DockerClient", image: str | None) -> str:
         except docker.errors.APIError as error:
             raise SandboxError(
                 f"image {image} is neither on this machine nor to be pulled: {reason(error)}. Build or load it first, "
-                "or give no image: then one is built from this machine's Python."
+                "or give no image: then one is built from this machine's Python"
             ) from error
     return image
 
@@ -71,7 +72,7 @@ def build(client: "DockerClient") -> str:
 
 def _fingerprint() -> str:
     versions = [f"{name} {metadata.version(name)}" for name in _installed()]
-    about = f"{RECIPE} {sys.version} {sys.base_prefix} {versions} {os.uname().machine}"
+    about = f"{RECIPE} {sys.version} {_library()} {_site()} {versions} {os.uname().machine}"
     return f"{sys.version_info.major}.{sys.version_info.minor}-{hashlib.sha256(about.encode()).hexdigest()[:12]}"
 
 
@@ -132,6 +133,18 @@ def _python() -> Path:
     return Path(os.path.realpath(Path(sys.base_prefix, "bin", name)))
 
 
+def _library() -> Path:
+    """The standard library, where the interpreter looks for it: beside itself, behind all links."""
+    return Path(os.path.realpath(os.__file__)).parent
+
+
+@lru_cache
+def _site() -> str:
+    """Where the interpreter looks for packages first; Debian's has a place of its own."""
+    asking = [str(_python()), "-I", "-c", "import site; print(site.getsitepackages()[0])"]
+    return subprocess.run(asking, capture_output=True, text=True, env={}, check=True).stdout.strip()
+
+
 def _contents() -> Iterator[tuple[str, Path]]:
     """(path in the image, file here) of all but the shared libraries."""
     yield str(_python()), _python()
@@ -139,14 +152,14 @@ def _contents() -> Iterator[tuple[str, Path]]:
         found = shutil.which(program)
         if found is not None:
             yield f"/usr/bin/{program}", Path(os.path.realpath(found))
-    library = Path(os.__file__).parent
+    library = _library()
     for folder, folders, files in os.walk(library):
         folders[:] = [name for name in folders if name not in LEFT_OUT and not name.startswith("config-")]
         for name in files:
             if not name.startswith("_tkinter."):  # it would bring the libraries of a screen
                 yield str(Path(folder, name)), Path(folder, name)
     for path, source in _packages():
-        yield str(library / "site-packages" / path), source
+        yield str(Path(_site()) / path), source
 
 
 def _packages() -> Iterator[tuple[str, Path]]:

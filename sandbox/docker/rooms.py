@@ -21,7 +21,7 @@ from pace_agent.sandbox.docker import owner
 from pace_agent.sandbox.docker.daemon import Daemon, NotHere, attach
 from pace_agent.sandbox.docker.options import creation, first_message
 from pace_agent.sandbox.room import Room, RoomEnd
-from pace_agent.sandbox.trial import failure
+from pace_agent.sandbox.trial import first_program
 
 T = TypeVar("T")
 
@@ -64,7 +64,8 @@ class Container:
             self._killed = True
             self._rooms.remove(self)
 
-    def removed(self, error: BaseException | None) -> None:
+    def removed(self, removing: "asyncio.Task[None]") -> None:
+        error = asyncio.CancelledError() if removing.cancelled() else removing.exception()
         if error is None:
             self.gone.set_result(RoomEnd(-1, self.errors.decode(errors="replace"), 0))
         else:
@@ -115,17 +116,23 @@ class DockerRooms:
         await self._ready()
 
     async def open(self, spec: SandboxSpec, *, fresh: bool) -> Room:
+        opening = self._keep(self._open_one(spec))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:  # it may come to be all the same
+            opening.add_done_callback(_unwanted)
+            raise
+
+    async def _open_one(self, spec: SandboxSpec) -> Room:
         daemon = await self._ready()
         options = creation(self._image, spec, self._backend.runtime)
-        making = self._keep(daemon.call(lambda: str(daemon.client.containers.create(**options).id)))
-        try:
-            container = Container(self, await asyncio.shield(making), self._memory_enforced)
-        except asyncio.CancelledError:  # it may be made all the same
-            making.add_done_callback(self._unwanted)
-            raise
+        made = await daemon.call(lambda: str(daemon.client.containers.create(**options).id))
+        container = Container(self, made, self._memory_enforced)
         self._open.add(container)
         room = ContainerRoom(container)
         try:
+            if self._closed:
+                raise SandboxError("the sandbox provider is closed")
             near = await daemon.call(lambda: attach(daemon.client, container.id))
             near.setblocking(False)
             try:
@@ -140,17 +147,13 @@ class DockerRooms:
         room.write(first_message(spec))
         return room
 
-    def _unwanted(self, made: asyncio.Task[str]) -> None:
-        if not made.cancelled() and made.exception() is None:
-            Container(self, made.result(), self._memory_enforced).kill()
-
     def remove(self, container: Container) -> None:
         """Without waiting; the container hears when it is gone."""
         assert self._daemon is not None
         daemon = self._daemon
         self._open.discard(container)
         removing = self._keep(daemon.call(lambda: owner.remove(daemon.client, container.id)))
-        removing.add_done_callback(lambda task: container.removed(task.exception()))
+        removing.add_done_callback(container.removed)
 
     def _keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task that `aclose` waits for."""
@@ -178,17 +181,25 @@ class DockerRooms:
 
     async def aclose(self) -> None:
         self._closed = True
-        for container in list(self._open):
-            container.kill()
-        while self._tasks:
+        while self._open or self._tasks:
+            for container in list(self._open):
+                container.kill()
             await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._daemon is not None:
             await asyncio.to_thread(self._daemon.close)
             self._daemon = None
 
 
+def _unwanted(opening: asyncio.Task[Room]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().kill()
+
+
 def check(backend: Docker) -> BackendCheck:
     """Build or find the image, start a container, run a line in it, remove it."""
-    if failed := failure(backend):
-        return BackendCheck("docker", False, str(failed), failed.remedy if isinstance(failed, NotHere) else "")
-    return BackendCheck("docker", True)
+    try:
+        return BackendCheck("docker", True, first_program(backend))
+    except NotHere as error:
+        return BackendCheck("docker", False, str(error), error.remedy)
+    except (SandboxError, OSError) as error:
+        return BackendCheck("docker", False, str(error))

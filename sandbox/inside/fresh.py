@@ -39,7 +39,7 @@ FILTER = "/.pace/filter"
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _NEW_NAMESPACES = 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000 | 0x00020000
 """CLONE_NEW: cgroup, uts, ipc, user, pid, net and mount."""
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 0x1000, 0x4000, 0x40000
 _SIOCSIFFLAGS, _IFF_UP_RUNNING = 0x8914, 0x41
 
 
@@ -69,6 +69,7 @@ class Zygote(Supervisor):
         self.limits: dict[str, int] = config["limits"]
         self.disk: int = config["disk"]
         self.files: int = config["files"]
+        self.shown: list[str] = config["shown"]
         self.machine = os.uname().machine
 
     def begin(self) -> None:
@@ -144,9 +145,15 @@ class Zygote(Supervisor):
         # Modes of its folder and of ptmx would be remembered from one execution to the next.
         terminals = b"newinstance,ptmxmode=0666,mode=620"
         checked(mount(b"devpts", b"/dev/pts", b"devpts", _MS_NOSUID | _MS_NOEXEC, terminals), "/dev/pts")
+        # What the room shows below a folder that is about to be covered.
+        shown = [(os.fsencode(path), os.open(path, os.O_PATH)) for path in self.shown]
         for path, mode in ((b"/dev/shm", 1777), (b"/tmp", 1777), (b"/box", 755)):
             options = f"mode={mode},size={self.disk},nr_inodes={self.files}".encode()
             checked(mount(b"tmpfs", path, b"tmpfs", _MS_NOSUID | _MS_NODEV, options), path.decode())
+        for path, fd in shown:
+            os.makedirs(path, exist_ok=True)
+            checked(mount(b"/proc/self/fd/%d" % fd, path, None, _MS_BIND | _MS_REC, None), path.decode())
+            os.close(fd)
         os.chdir(self.root)
         self.start_loopback()
         drop_capabilities(self.machine)

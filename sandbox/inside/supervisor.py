@@ -26,6 +26,13 @@ REPEAT = 2
 """Milliseconds until an interrupt that was ignored is tried again."""
 
 
+def number_of(error: BaseException) -> int:
+    """What the system would call it; a ValueError is for a name that no file can have."""
+    if isinstance(error, OSError):
+        return error.errno or errno.EIO
+    return errno.ENOMEM if isinstance(error, MemoryError) else errno.EINVAL
+
+
 class Supervisor:
     """What every room has: the link to the host, the deadlines' work, files, programs, fresh processes."""
 
@@ -89,16 +96,16 @@ class Supervisor:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
             with open(open_below(self.root, header["path"], flags, make_folders=True), "wb") as handle:
                 handle.write(body)
-        except OSError as error:
-            return {"errno": error.errno or errno.EIO}, NOTHING
+        except (OSError, ValueError) as error:
+            return {"errno": number_of(error)}, NOTHING
         return {}, NOTHING
 
     def op_get(self, header: Header, body: bytes) -> Reply:
         try:
             with open(open_below(self.root, header["path"], os.O_RDONLY), "rb") as handle:
                 data = handle.read(header["limit"] + 1)
-        except OSError as error:
-            return {"errno": error.errno or errno.EIO}, NOTHING
+        except (OSError, ValueError, MemoryError) as error:
+            return {"errno": number_of(error)}, NOTHING
         if len(data) > header["limit"]:
             return {"too_large": True}, NOTHING
         return {"size": len(data)}, data

@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import json
 import os
+import resource
 import select
 import shutil
 import signal
@@ -42,7 +43,7 @@ def spare_the_host() -> None:
 class Template:
     """What the rooms of one kind have in common: the command and the contents of its extra descriptors."""
 
-    def __init__(self, message: dict[str, Any]) -> None:
+    def __init__(self, message: dict[str, Any], contents: dict[str, int]) -> None:
         self.argv: list[str] = message["argv"]
         self.plain: bool = message["plain"]
         """Without namespaces: runs as this user, in a new temporary folder that is removed afterwards."""
@@ -51,12 +52,17 @@ class Template:
         self.folders: list[int] | None = message["folders"]
         """Bytes and files of each memory file system that is made for a room; None where none is."""
         self.environment: dict[str, str] = message["environment"]
-        self.files: dict[int, int] = {}
-        for number, data in message["files"].items():
-            fd = os.memfd_create("room", os.MFD_CLOEXEC)
-            with open(fd, "wb", closefd=False) as handle:
-                handle.write(base64.b64decode(data))
-            self.files[int(number)] = _private_fd(fd)
+        self.files = {int(number): _file_of(data, contents) for number, data in message["files"].items()}
+
+
+def _file_of(data: str, contents: dict[str, int]) -> int:
+    """A descriptor of a file with these contents, in base64; one for all that have the same."""
+    if data not in contents:
+        fd = os.memfd_create("room", os.MFD_CLOEXEC)
+        with open(fd, "wb", closefd=False) as handle:
+            handle.write(base64.b64decode(data))
+        contents[data] = _private_fd(fd)
+    return contents[data]
 
 
 class Room:
@@ -75,6 +81,7 @@ class Launcher:
         self.owner = owner
         self.user = user
         self.templates: dict[int, Template] = {}
+        self.contents: dict[str, int] = {}
         self.rooms: dict[int, Room] = {}
         self.mounts = mounts
         self.cgroups = Cgroups()
@@ -134,7 +141,7 @@ class Launcher:
         message = json.loads(data)
         match message["op"]:
             case "template":
-                self.templates[message["id"]] = Template(message)
+                self.templates[message["id"]] = Template(message, self.contents)
             case "spawn":
                 self._spawn(message["id"], self.templates[message["template"]], _private_fd(fds[0]))
             case "kill":
@@ -146,19 +153,22 @@ class Launcher:
         return True
 
     def _spawn(self, number: int, template: Template, room_fd: int) -> None:
-        folder = tempfile.mkdtemp(prefix="pace-agent-") if template.plain else None
-        cgroups = self.cgroups.create(str(number), template.memory, template.processes)
-        reader, writer = os.pipe()
-        reader, writer = _private_fd(reader), _private_fd(writer)
-        os.set_blocking(reader, False)
+        folder: str | None = None
+        cgroups: list[str] = []
+        pipe: tuple[int, ...] = ()
         try:
+            folder = tempfile.mkdtemp(prefix="pace-agent-") if template.plain else None
+            cgroups = self.cgroups.create(str(number), template.memory, template.processes)
+            reader, writer = pipe = tuple(map(_private_fd, os.pipe()))
+            os.set_blocking(reader, False)
             pid = os.fork()
         except OSError as error:
-            os.close(reader)
-            os.close(writer)
-            os.close(room_fd)
+            for fd in (*pipe, room_fd):
+                os.close(fd)
             Cgroups.remove(cgroups)
-            self.tell(op="gone", id=number, status=-1, errors=f"fork: {error}", oom=0)
+            if folder is not None:
+                os.rmdir(folder)
+            self.tell(op="gone", id=number, status=-1, errors=f"it can't be started: {error}", oom=0)
             return
         if pid == 0:
             self._become(template, cgroups, room_fd, writer, folder)
@@ -256,6 +266,9 @@ class Launcher:
 
 def main(text: str) -> None:
     """Serve the owner that `text` names, as JSON."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # whatever the owner blocks
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # rooms have limits of their own
     config = json.loads(text)
     control = socket.socket(fileno=_private_fd(config["control"]))
     user: int | None = config["user"]

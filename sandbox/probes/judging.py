@@ -73,7 +73,13 @@ async def by_word(trial: Trial) -> Verdict:
 async def by_victim(trial: Trial) -> Verdict:
     """A process of the host, started to be killed, must live."""
     word = word_of(await trial.run())
-    return trial.world.victim_lives(), word if trial.world.victim_lives() else "killed"
+    for _ in range(20):  # who was killed may need a moment to die
+        if not trial.world.victim_lives():
+            return False, "killed"
+        if word != "allowed":
+            break
+        await asyncio.sleep(0.05)
+    return True, word
 
 
 async def by_target(trial: Trial) -> Verdict:

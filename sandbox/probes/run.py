@@ -21,13 +21,18 @@ class ProbeResult:
     """How the attack ended: mostly the name of an error."""
 
 
-async def run(provider: Provider, *, fresh: bool = False, user: int | None = None) -> list[ProbeResult]:
+async def run(
+    provider: Provider, *, fresh: bool = False, has_zygote: bool = True, user: int | None = None
+) -> list[ProbeResult]:
     """Make every probe in sessions of a started provider, or in its fresh executions; in the order of the table.
 
-    `user` is whom the rooms run as, seen from outside, where that is another one than we: what the attacks aim at
-    belongs to this user then. SandboxError if there is no room to be had.
+    `has_zygote`: fresh executions are not sessions of their own. `user` is whom the rooms run as, seen from outside,
+    where that is another one than we: what the attacks aim at belongs to this user then. SandboxError if there is no
+    room to be had.
     """
     chosen = [probe for probe in PROBES if (probe.fresh if fresh else probe.sessions)]
+    if fresh and not has_zygote:  # each is a session: what sessions can't show is left to try
+        chosen = [probe for probe in chosen if not probe.sessions or probe.name == SEES_PROCESSES]
     results: dict[str, ProbeResult] = {}
     with World(user) as world:
         world.given |= {
