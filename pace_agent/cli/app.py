@@ -187,9 +187,10 @@ def env_list(as_json: AsJson = False) -> None:
     print_environments(as_json=as_json)
 
 
-@sandbox_app.command("check", context_settings=SETTINGS)
+@sandbox_app.command("check", context_settings=SETTINGS, epilog=SETTINGS_HELP)
 def sandbox_check(
     context: typer.Context,
+    config: ConfigFile = None,
     quick: Annotated[bool, typer.Option(help="Only whether they work, without the attacks.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Show every attack, not only what got through.")] = False,
     as_json: AsJson = False,
@@ -201,26 +202,28 @@ def sandbox_check(
     [dim]pace-agent sandbox check --all
     pace-agent sandbox check --sandbox.backend docker --sandbox.runtime runsc[/]
     """
-    section = read_config(None, context.args, os.environ).sandbox
+    section = read_config(config, context.args, os.environ).sandbox
     from pace_agent.cli.sandbox import check_backends
 
     raise typer.Exit(check_backends(section, quick=quick, everything=everything, as_json=as_json))
 
 
-@sandbox_app.command("run", context_settings=SETTINGS)
+@sandbox_app.command("run", context_settings=SETTINGS, epilog=SETTINGS_HELP)
 def sandbox_run(
     context: typer.Context,
     file: Annotated[str, typer.Argument(metavar="FILE", help="Python; - for standard input.", show_default=False)],
+    config: ConfigFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a Python file in a sandbox, with the limits that a model's code would have.
 
-    Standard input goes to it, and its exit status comes back: 124 after the time-out, 137 out of memory.
+    Standard input, read to its end first, goes to it. Its exit status comes back; or 124 after the time-out, 125 if
+    there is no sandbox, 137 out of memory, 141 for too much output, 128 and the signal's number if one ended it.
 
     [dim]pace-agent sandbox run solve.py
     echo 7 | pace-agent sandbox run solve.py --sandbox.timeout 2 --sandbox.backend docker[/]
     """
-    section = read_config(None, context.args, os.environ).sandbox
+    section = read_config(config, context.args, os.environ).sandbox
     from pace_agent.cli.sandbox import run_file
 
     raise typer.Exit(run_file(file, section, as_json=as_json))

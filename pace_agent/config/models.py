@@ -144,13 +144,17 @@ class SandboxSection(Section):
     processes: Positive = 64
     """Processes of a session."""
     disk_mib: Positive = 64
-    """Writable space of a session, in MiB."""
+    """Writable space in each of a session's /box, /tmp and /dev/shm, in MiB."""
     files: Annotated[int, Field(ge=16)] = 16384
-    """Files that a session can have."""
+    """Files and folders in each of these."""
+    cpu_seconds: Positive = 600
+    """Processor time of each process of a session, over all its calls."""
+    output_kib: Positive = 1024
+    """Output kept of an execution, in KiB, three quarters for stdout: the head and the tail of each."""
     packages: bool = False
     """With bubblewrap: give code the running Python and what is installed beside it, instead of the system's."""
     modules: list[str] = Field(default_factory=list)
-    """Loaded by Python before any code runs, such as numpy."""
+    """Imported by Python before any code runs, such as numpy, so that importing them again takes no time."""
     image: str | None = None
     """With Docker: an image with `python3`. Empty: one is built from this machine's Python, with numpy and sympy."""
     runtime: str | None = None
@@ -234,6 +238,11 @@ class RunConfig(Section):
             raise ValueError(
                 'sandbox.backend = "subprocess" isolates nothing: the model\'s code would run with your rights. '
                 'Set sandbox.backend = "bwrap", or sandbox.unsafe = true if that is what you want'
+            )
+        if self.sandbox.backend == "docker" and self.sandbox.packages:
+            raise ValueError(
+                "sandbox.packages is for bubblewrap; a container has the packages of its image. Set sandbox.image, or "
+                "leave it out for one with numpy and sympy"
             )
         if self.sandbox.backend != "docker" and (self.sandbox.image or self.sandbox.runtime):
             raise ValueError(
