@@ -63,6 +63,8 @@ ROLLBACK = "rollback"
 """Reason for cancelling what was in flight at the checkpoint from which a run goes on."""
 
 _ALLOWED = np.array([[target in MOVES[source] for target in State] for source in State])
+_SOURCES = _ALLOWED.T.tolist()
+"""By target and source, whether the move is in `MOVES`."""
 
 
 class Ledger:
@@ -93,6 +95,18 @@ class Ledger:
         self._counts[State.RUNNING] += 1
         return new
 
+    def submit_many(self, number: int) -> NDArray[np.int64]:
+        """`submit`, so many times; the ids, rising."""
+        first, end = self._submitted, self._submitted + number
+        if end > self._states.size:
+            spare = np.zeros(max(self._states.size, number), dtype=np.int8)
+            self._states = np.concatenate([self._states, spare])
+            self._reason_codes = np.concatenate([self._reason_codes, spare.astype(np.int16)])
+        self._states[first:end] = State.RUNNING
+        self._submitted = end
+        self._counts[State.RUNNING] += number
+        return np.arange(first, end)
+
     def state(self, trajectory_id: int) -> State:
         """The present state; RunError for an id that was never given out."""
         return State(int(self._states[self._known(trajectory_id)]))
@@ -121,25 +135,28 @@ class Ledger:
         ids = np.asarray(trajectory_ids, dtype=np.int64)
         if ids.size == 0:
             return
-        if ids.min() < 0 or ids.max() >= self._submitted:
-            raise RunError(f"trajectory ids {ids.min()} to {ids.max()}, but only {self._submitted} were submitted")
-        sources = self._states[ids]
-        illegal = ~_ALLOWED[sources, state]
-        if illegal.any():
+        ordered = np.sort(ids)
+        if ordered[0] < 0 or ordered[-1] >= self._submitted:
+            raise RunError(f"trajectory ids {ordered[0]} to {ordered[-1]}, but only {self._submitted} were submitted")
+        sources = self._states.take(ids)
+        numbers = np.bincount(sources, minlength=len(State)).tolist()
+        if any(n and not allowed for n, allowed in zip(numbers, _SOURCES[state], strict=True)):
+            illegal = ~_ALLOWED[sources, state]
             first = int(np.argmax(illegal))
-            source = State(int(sources[first])).name
             raise RunError(
                 f"{illegal.sum()} of {ids.size} trajectories can't go to {state.name}; "
-                f"the first, {ids[first]}, is {source}"
+                f"the first, {ids[first]}, is {State(int(sources[first])).name}"
             )
-        if np.unique(ids).size != ids.size:
+        if np.count_nonzero(ordered[1:] == ordered[:-1]):
             raise RunError(f"a trajectory is named twice among {ids.size} that go to {state.name}")
         code = self._reason_code(state, reason)
         self._states[ids] = state
-        self._reason_codes[ids] = code
-        for source_value, number in enumerate(np.bincount(sources, minlength=len(State))):
-            if number:
-                self._count(State(source_value), state, code, int(number))
+        if reason:
+            self._reason_codes[ids] = code
+            self._reason_counts[code] += ids.size
+        for source, number in enumerate(numbers):
+            self._counts[source] -= number
+        self._counts[state] += ids.size
 
     def count(self, state: State, reason: str | None = None) -> int:
         """How many are in `state`, or in it for `reason`."""

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pace_agent.pool.budget import Budget, bin_counts, length_edges, rejection_budget, resample_carries, split_budget
-from pace_agent.pool.choice import MANY, RUN, STRIDE, lowest, lowest_per_bin
+from pace_agent.pool.choice import FEW, MANY, RUN, STRIDE, lowest, lowest_per_bin
 
 # No example has a deadline: a busy machine is no failure.
 examples = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -123,7 +123,7 @@ def test_the_lowest_are_exact_with_ties_to_the_earlier(values: list[float], data
 
 @examples
 @given(
-    st.integers(1, 400) | st.integers(MANY, MANY + 2000),
+    st.integers(1, FEW) | st.integers(FEW + 1, FEW + 400) | st.integers(MANY, MANY + 2000),
     st.integers(1, 20),
     st.sampled_from([1, 4, 1_000_000]),
     st.sampled_from([0.0, 0.3, 1.0]),

@@ -179,6 +179,56 @@ def serve(
     run(model, read_config(config, [*own, *context.args], os.environ))
 
 
+@app.command()
+def simulate(
+    ratio: Annotated[
+        float | None,
+        typer.Option(help="Rollouts produced over rollouts consumed; by default 1.5.", show_default=False),
+    ] = None,
+    slots: Annotated[int, typer.Option(help="Rollouts that sample at the same time.")] = 256,
+    batch: Annotated[int, typer.Option(help="Rollouts that a trainer step takes.")] = 64,
+    target: Annotated[
+        int | None, typer.Option(help="Rollouts the pool may hold; by default a batch.", show_default=False)
+    ] = None,
+    capacity: Annotated[
+        int | None,
+        typer.Option(help="Waiting rollouts at which none starts; by default 8 batches.", show_default=False),
+    ] = None,
+    policies: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Such as sync,pace-length; by default all.", show_default=False)
+    ] = None,
+    steps: Annotated[int, typer.Option(min=4, help="Trainer steps; the first quarter is warm-up.")] = 400,
+    seed: Annotated[int, typer.Option(min=0, help="Of lengths, speeds and stalls.")] = 0,
+    mean_length: Annotated[float, typer.Option(help="Tokens of a rollout, on average.")] = 1000.0,
+    token_seconds: Annotated[float, typer.Option(help="Of one token, in a slot at full speed.")] = 0.02,
+    step_seconds: Annotated[
+        float | None, typer.Option(help="Of a trainer step, instead of --ratio.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+    figure: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a PNG.", show_default=False)] = None,
+) -> None:
+    """Compare the policies of the pool without a model.
+
+    Rollouts have drawn lengths, speeds and tool stalls; the pool is the one that training uses.
+    Prints throughput, staleness, waste and length bias of each policy.
+
+    [dim]pace-agent simulate --ratio 1.2
+    pace-agent simulate --slots 512 --policies bounded_admission,pace-length --figure pool.png[/]
+    """
+    from pace_agent.cli.simulate import given_workload, run
+
+    run(
+        given_workload(ratio, step_seconds, slots=slots, mean_length=mean_length, token_seconds=token_seconds),
+        policies=policies,
+        pool={"batch_size": batch, "target": target, "capacity": capacity},
+        steps=steps,
+        seed=seed,
+        step_seconds=step_seconds,
+        as_json=as_json,
+        figure=figure,
+    )
+
+
 @env_app.command("list")
 def env_list(as_json: AsJson = False) -> None:
     """List the environments that can be named here, installed ones of others too."""

@@ -2,7 +2,7 @@
 
 from pace_agent.pool.figures import PoolSummary
 from pace_agent.pool.options import PoolOptions
-from pace_agent.pool.pool import Draw, Entry, PacePool
-from pace_agent.pool.staleness import Spans
+from pace_agent.pool.pool import Arrivals, Draw, Entry, PacePool
+from pace_agent.pool.staleness import Spans, SpanTable
 
-__all__ = ["Draw", "Entry", "PacePool", "PoolOptions", "PoolSummary", "Spans"]
+__all__ = ["Arrivals", "Draw", "Entry", "PacePool", "PoolOptions", "PoolSummary", "SpanTable", "Spans"]

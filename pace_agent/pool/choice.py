@@ -6,7 +6,7 @@ Merely grouping 100,000 values by bin takes as long as ten selections, so `lowes
 A sample tells how high the values to be chosen reach in any bin, and what lies above is put aside. The rest fall into
 cells, one for each bin and each of `LEVELS` intervals of their range: a histogram tells which cells are chosen whole
 and which one of each bin holds its last chosen value, and only values of that one are compared with each other. Should
-the sample have misled, all values are taken.
+the sample have misled, all values are taken. A few hundred values are sorted: that takes less time than one histogram.
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 N = TypeVar("N", np.float64, np.int64)
 
+FEW = 1024
+"""Up to so many values are sorted."""
 LEVELS = 256
 MANY = 8192
 """From so many values on a sample is worth its time."""
@@ -50,6 +52,8 @@ def lowest_per_bin(
     `values`, `lengths`, `spared`: shape (N,). `edges`: shape (bins - 1,). `shares`: shape (bins,), none greater than
     what the bin holds that is not spared.
     """
+    if values.size <= FEW:
+        return _sorted_lowest(values, lengths, edges, shares, spared)
     rows = _shortlist(values, lengths, edges, shares)
     if spared.any():
         rows = rows[~spared[rows]]
@@ -58,6 +62,24 @@ def lowest_per_bin(
         rows = np.flatnonzero(~spared)
         cells = _Cells.of(values[rows], lengths[rows], edges)
     return rows[cells.lowest(shares)]
+
+
+def _sorted_lowest(
+    values: NDArray[np.float64],
+    lengths: NDArray[np.int64],
+    edges: NDArray[np.int64],
+    shares: NDArray[np.int64],
+    spared: NDArray[np.bool_],
+) -> NDArray[np.int64]:
+    """`lowest_per_bin` by one sort. Equal values keep their order in it."""
+    rows = np.flatnonzero(~spared)
+    bins = edges.searchsorted(lengths.take(rows), side="right")
+    order = np.lexsort((values.take(rows), bins))
+    sizes = np.bincount(bins, minlength=shares.size)
+    ends = (sizes.cumsum() - sizes + shares).repeat(sizes)
+    chosen: NDArray[np.int64] = rows.take(order[np.arange(rows.size) < ends])
+    chosen.sort()
+    return chosen
 
 
 def _shortlist(

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pace_agent.pool.budget import bin_counts, length_edges, rejection_budget, resample_carries, split_budget
-from pace_agent.pool.choice import lowest, lowest_per_bin
+from pace_agent.pool.choice import FEW, lowest, lowest_per_bin
 from pace_agent.pool.options import PoolOptions
 
 
@@ -69,6 +69,12 @@ class PoolView:
 
     def __len__(self) -> int:
         return int(self.length.size)
+
+    def bin_counts(self, edges: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many units lie in each length bin: from the lengths where these are few, else from their counts."""
+        if len(self) <= FEW:
+            return np.bincount(edges.searchsorted(self.length, side="right"), minlength=edges.size + 1)
+        return bin_counts(self.length_counts, edges)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,7 +194,7 @@ class Pace(_Base):
     def _reject(self, view: PoolView, budget: int) -> NDArray[np.int64]:
         n_bins = self.options.bins if self.options.fairness == "length" else 1
         edges = length_edges(view.window, len(view), n_bins)
-        counts = bin_counts(view.length_counts, edges)
+        counts = view.bin_counts(edges)
         spared = view.length[view.last_attempt]
         room = counts - bin_counts(np.bincount(spared), edges) if spared.size else counts
         carries = resample_carries(self.bin_carries, counts.size)

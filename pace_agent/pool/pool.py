@@ -20,10 +20,16 @@ from numpy.typing import NDArray
 from pace_agent.errors import RunError
 from pace_agent.ledger import STALE, Ledger, State
 from pace_agent.pool.columns import Columns
-from pace_agent.pool.figures import LengthBias, LengthCounts, PoolSummary, StalenessTotals, Window, spread, summarise
+from pace_agent.pool.figures import LengthBias, LengthCounts, PoolSummary, StalenessTotals, Window, spreads, summarise
 from pace_agent.pool.options import PoolOptions
 from pace_agent.pool.policies import AdmissionState, PoolView, Selection, make_policy
-from pace_agent.pool.staleness import Spans, generation_staleness, waiting_staleness
+from pace_agent.pool.staleness import (
+    Spans,
+    SpanTable,
+    generation_staleness,
+    generation_staleness_of_many,
+    waiting_staleness,
+)
 
 T = TypeVar("T")
 
@@ -44,8 +50,27 @@ class Entry(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Arrivals(Generic[T]):
+    """Many completed trajectories in columns of the same length: the fields of `Entry`, in order of completion."""
+
+    ids: NDArray[np.int64]
+    payloads: Sequence[T]
+    spans: SpanTable
+    completed_version: NDArray[np.int64]
+    last_attempt: NDArray[np.bool_]
+
+    def __post_init__(self) -> None:
+        columns = (self.ids, self.payloads, self.spans, self.completed_version, self.last_attempt)
+        sizes = [len(column) for column in columns]
+        if len(set(sizes)) > 1:
+            raise ValueError(f"columns of {sizes} trajectories")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Draw(Generic[T]):
     """What a draw took out. `payloads` and `rejected_payloads` stand in the order of `ids` and `rejected_ids`.
+
+    `generation` and `waiting`: G and W of what was drawn, in versions, in the order of `ids`.
 
     `filled` is False, and nothing was drawn, where so many were rejected that less than a batch was left (only
     `max_staleness` does that).
@@ -56,6 +81,8 @@ class Draw(Generic[T]):
     payloads: tuple[T, ...]
     rejected_ids: NDArray[np.int64]
     rejected_payloads: tuple[T, ...]
+    generation: NDArray[np.float64]
+    waiting: NDArray[np.float64]
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -126,6 +153,26 @@ class PacePool(Generic[T]):
                 self._window.add(row["n_sampled"])
         self._units += bool(rows) if together else len(rows)
 
+    def add_many(self, arrivals: Arrivals[T]) -> None:
+        """`add` for many at once, in columns: the same draws follow. Raises as `add` does."""
+        rows = self._new_rows(arrivals)
+        ids, tokens = rows["id"], rows["n_sampled"]
+        self.ledger.move_many(ids, State.POOLED)
+        self._columns.extend(rows)
+        self._payloads.update(zip(ids.tolist(), arrivals.payloads, strict=True))
+        self._latest = max(self._latest, int(arrivals.completed_version.max(initial=0)))
+        self._bias.generated_many(tokens)
+        self._lengths.add_many(tokens)
+        if self.options.unit == "group":
+            added = int(ids.size > 0)
+            if added:
+                self._window.add(round(int(tokens.sum()) / ids.size))
+        else:
+            added = ids.size
+            self._window.add_many(tokens)
+        self._units += added
+        self._next_unit += added
+
     def ready(self) -> bool:
         """Whether `draw` would do something: a batch is waiting (with `sync`: and nothing is in flight)."""
         return self.policy.ready(self._units, self._in_flight())
@@ -146,7 +193,9 @@ class PacePool(Generic[T]):
         ids, rejected_ids = self._columns["id"].take(drawn), self._columns["id"].take(rejected)
         self.ledger.move_many(rejected_ids, State.REJECTED, STALE)
         self.ledger.move_many(ids, State.DRAWN)
-        metrics = self._measure(version, drawn)
+        generation = self._columns["generation"].take(drawn)
+        waiting = waiting_staleness(version, self._columns["completed_version"].take(drawn))
+        metrics = self._measure(version, drawn, generation, waiting)
         payloads = tuple(map(self._payloads.pop, ids.tolist()))
         rejected_payloads = tuple(map(self._payloads.pop, rejected_ids.tolist()))
         self._take_out(drawn, rejected, selection)
@@ -159,7 +208,7 @@ class PacePool(Generic[T]):
             "pool/rejected_total": float(self.rejected_total),
             "pool/draw_seconds": time.perf_counter() - started,
         }
-        return Draw(version, ids, payloads, rejected_ids, rejected_payloads, metrics)
+        return Draw(version, ids, payloads, rejected_ids, rejected_payloads, generation, waiting, metrics)
 
     def view(self, version: int) -> PoolView:
         """The waiting units as the policy sees them, at least one, valid until the pool changes."""
@@ -244,6 +293,28 @@ class PacePool(Generic[T]):
             "last_attempt": entry.last_attempt,
         }
 
+    def _new_rows(self, arrivals: Arrivals[T]) -> dict[str, NDArray[Any]]:
+        """The columns of many, as `_row` makes them of one."""
+        spans, completed = arrivals.spans, arrivals.completed_version
+        tokens = generation_staleness_of_many(spans, completed)
+        kind = self.options.staleness
+        ranked = tokens if kind == "tokens" else generation_staleness_of_many(spans, completed, kind)
+        number = len(spans)
+        min_version = np.minimum.reduceat(spans.versions, spans.first) if number else completed
+        max_version = np.maximum.reduceat(spans.versions, spans.first) if number else completed
+        together = self.options.unit == "group"
+        return {
+            "id": arrivals.ids,
+            "unit": self._next_unit + (np.zeros(number, dtype=np.int64) if together else np.arange(number)),
+            "completed_version": completed,
+            "generation": tokens,
+            "effective_version": completed - self.options.lam * ranked,
+            "n_sampled": spans.n_sampled,
+            "min_version": min_version,
+            "multi_version": max_version > min_version,
+            "last_attempt": arrivals.last_attempt,
+        }
+
     def _starts(self) -> NDArray[np.int64]:
         """The first row of every unit."""
         unit = self._columns["unit"]
@@ -257,20 +328,23 @@ class PacePool(Generic[T]):
         return np.concatenate([np.arange(bounds[k], bounds[k + 1]) for k in units])
 
     def _take_out(self, drawn: NDArray[np.int64], rejected: NDArray[np.int64], selection: Selection) -> None:
-        gone = np.zeros(len(self), dtype=np.bool_)
-        gone[drawn] = True
-        gone[rejected] = True
-        self._lengths.remove_many(self._columns["n_sampled"][gone])
+        gone = np.sort(np.concatenate((drawn, rejected)))
+        self._lengths.remove_many(self._columns["n_sampled"].take(gone))
         self._columns.remove(gone)
         self._units -= selection.drawn.size + selection.rejected.size
         self.rejected_total += rejected.size
 
-    def _measure(self, version: int, drawn: NDArray[np.int64]) -> dict[str, float]:
+    def _measure(
+        self,
+        version: int,
+        drawn: NDArray[np.int64],
+        generation: NDArray[np.float64],
+        waiting: NDArray[np.float64],
+    ) -> dict[str, float]:
         """Count the drawn rows into the totals; their staleness and the present length bias."""
         if not drawn.size:
             return {}
-        generation, tokens = self._columns["generation"].take(drawn), self._columns["n_sampled"].take(drawn)
-        waiting = waiting_staleness(version, self._columns["completed_version"].take(drawn))
+        tokens = self._columns["n_sampled"].take(drawn)
         effective = version - self._columns["effective_version"].take(drawn)
         token_lag = float(tokens @ (waiting + generation))
         totals = self._totals
@@ -284,9 +358,7 @@ class PacePool(Generic[T]):
         self._bias.trained(tokens)
         ratio, tail = self._bias.recent()
         return {
-            **spread("staleness/generation", generation),
-            **spread("staleness/waiting", waiting),
-            **spread("staleness/effective", effective),
+            **spreads(generation=generation, waiting=waiting, effective=effective),
             "staleness/token_mean": token_lag / int(tokens.sum()),
             "pool/length_ratio": float("nan") if ratio.value is None else ratio.value,
             "pool/tail_share": float("nan") if tail.value is None else tail.value,

@@ -67,6 +67,61 @@ class Spans:
         return any(version != self.versions[0] for version in self.versions)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SpanTable:
+    """The runs of many trajectories in columns, one trajectory after another, each in the order of `Spans`.
+
+    `versions`, `counts`, `turns`: shape (runs,). `first`: the first run of every trajectory, rising from 0, shape (N,).
+    The runs of a turn stand side by side. Raises ValueError as `Spans` does.
+    """
+
+    versions: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    turns: NDArray[np.int64]
+    first: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        if not self.versions.shape == self.counts.shape == self.turns.shape:
+            raise ValueError(f"{self.versions.size} versions, {self.counts.size} counts, {self.turns.size} turns")
+        if (self.first[0] != 0 or self.sizes.min() < 1) if len(self) else self.counts.size:
+            raise ValueError("every trajectory has at least one run, and the first begins with run 0")
+        if self.counts.size and self.counts.min() < 1:
+            raise ValueError("a scored trajectory has at least one sampled token in every run")
+
+    def __len__(self) -> int:
+        return int(self.first.size)
+
+    @classmethod
+    def of(cls, spans: Sequence[Spans]) -> "SpanTable":
+        """The columns of single trajectories."""
+        sizes = [len(each.counts) for each in spans]
+        return cls(
+            np.array([version for each in spans for version in each.versions], dtype=np.int64),
+            np.array([count for each in spans for count in each.counts], dtype=np.int64),
+            np.array([turn for each in spans for turn in each.turns], dtype=np.int64),
+            np.cumsum([0, *sizes[:-1]]) if sizes else np.empty(0, dtype=np.int64),
+        )
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """The number of runs of every trajectory, shape (N,)."""
+        sizes = np.empty_like(self.first)
+        sizes[:-1] = self.first[1:]
+        sizes[-1:] = self.counts.size
+        return sizes - self.first
+
+    @property
+    def n_sampled(self) -> NDArray[np.int64]:
+        """Sampled tokens of every trajectory, shape (N,)."""
+        tokens: NDArray[np.int64] = np.add.reduceat(self.counts, self.first) if len(self) else np.empty(0, np.int64)
+        return tokens
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The trajectory of every run, shape (runs,)."""
+        return np.arange(self.first.size).repeat(self.sizes)
+
+
 def generation_staleness(spans: Spans, completed_version: int, kind: StalenessKind = "tokens") -> float:
     """G of one trajectory, in versions, at least 0.
 
@@ -96,6 +151,29 @@ def generation_staleness(spans: Spans, completed_version: int, kind: StalenessKi
 def _mean_lag(versions: Sequence[int], counts: Sequence[int], completed_version: int) -> float:
     lag = sum(count * (completed_version - version) for version, count in zip(versions, counts, strict=True))
     return lag / sum(counts)
+
+
+def generation_staleness_of_many(
+    spans: SpanTable, completed_version: NDArray[np.int64], kind: StalenessKind = "tokens"
+) -> NDArray[np.float64]:
+    """`generation_staleness` of every trajectory, shape (N,), equal to the last bit. Same ValueError."""
+    lag = completed_version.repeat(spans.sizes) - spans.versions
+    if lag.size and lag.min() < 0:
+        raise ValueError(f"a token is {-lag.min()} versions newer than the completion of its rollout")
+    if kind == "none" or not len(spans):
+        return np.zeros(len(spans))
+    if kind == "span":
+        return np.maximum.reduceat(lag, spans.first).astype(np.float64)
+    if kind == "tokens":
+        mean: NDArray[np.float64] = np.add.reduceat(lag * spans.counts, spans.first) / spans.n_sampled
+        return mean
+    begins = np.diff(spans.turns, prepend=-1) != 0
+    begins[spans.first] = True
+    first = np.flatnonzero(begins)
+    per_turn = np.add.reduceat(lag * spans.counts, first) / np.add.reduceat(spans.counts, first)
+    rows = spans.rows[first]
+    # bincount adds in order, as `sum` does; reduceat may not.
+    return np.bincount(rows, weights=per_turn) / np.bincount(rows)
 
 
 def waiting_staleness(version: int, completed_version: ArrayLike) -> NDArray[np.float64]:

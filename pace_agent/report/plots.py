@@ -1,6 +1,7 @@
 """The picture of a run: reward, staleness split, pool and length ratio over the steps, as one PNG.
 
-matplotlib is optional and loaded here alone. Nothing global is touched: no pyplot, no backend choice, no style.
+matplotlib is optional and loaded only where something is drawn. Nothing global is touched: no pyplot, no backend
+choice, no style.
 """
 
 import io
