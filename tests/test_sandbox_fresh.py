@@ -64,7 +64,7 @@ print(hasattr(builtins, "left"), hasattr(sys, "left"), "LEFT" in os.environ, os.
         assert (await provider.run_fresh(found)).stdout == "False False False []\n"
 
 
-async def test_each_has_namespaces_and_folders_of_its_own(zygotes: RoomProvider) -> None:
+async def test_each_has_namespaces_and_folders_of_its_own() -> None:
     code = """
 import os, subprocess
 for folder in ("/box", "/tmp", "/dev/shm"):
@@ -74,9 +74,10 @@ subprocess.Popen(["sleep", "600"], start_new_session=True)
 print([name for name in sorted(os.listdir("/proc")) if name.isdigit()])
 print(os.getuid(), os.getgid(), os.uname().nodename)
 """
-    for _ in range(3):
-        said = (await zygotes.run_fresh(code)).stdout.splitlines()
-        assert said == ["[]", "[]", "[]", "['1', '2', '3']", "1000 1000 sandbox"]
+    async with RoomProvider(bwrap.backend()) as provider:
+        for _ in range(3):
+            said = (await provider.run_fresh(code)).stdout.splitlines()
+            assert said == ["[]", "[]", "[]", "['1', '2', '3']", "1000 1000 sandbox"]
 
 
 async def test_a_deadline_and_a_flood_end_everything(provider: RoomProvider) -> None:
