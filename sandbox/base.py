@@ -12,6 +12,17 @@ from typing import Protocol, Self
 
 from pace_agent.errors import UserError
 
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/box",
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",
+}
+"""All of it, in every room with walls."""
+
 
 class Outcome(StrEnum):
     """What became of one execution."""

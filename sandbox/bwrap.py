@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pace_agent.errors import SandboxError, UserError
 from pace_agent.sandbox import bundle, inside, seccomp
-from pace_agent.sandbox.base import BackendCheck, SandboxSpec
+from pace_agent.sandbox.base import ENVIRONMENT, BackendCheck, SandboxSpec
 from pace_agent.sandbox.launch import Plan
 from pace_agent.sandbox.launched import OWN_PROCESSES, LaunchedRooms, agent_config
 from pace_agent.sandbox.launcher.mounts import FOLDERS, PLACE
@@ -36,15 +36,6 @@ _WRITABLE = {"shm": "/dev/shm", "tmp": "/tmp", "box": "/box"}
 _PASSWD = b"sandbox:x:1000:1000:sandbox:/box:/bin/sh\n"
 _GROUP = b"sandbox:x:1000:\n"
 _HOSTS = b"127.0.0.1 localhost sandbox\n::1 localhost\n"
-_ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "HOME": "/box",
-    "TMPDIR": "/tmp",
-    "LANG": "C.UTF-8",
-    "OPENBLAS_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "MALLOC_ARENA_MAX": "2",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +152,7 @@ class Bwrap:
             # The supervisor comes first, so that nothing inside can kill or stop it.
             ["--unshare-cgroup-try", "--as-pid-1", "--die-with-parent", "--new-session"],
             ["--uid", "1000", "--gid", "1000", "--hostname", "sandbox"],
-            ["--clearenv", *(word for key, value in _ENVIRONMENT.items() for word in ("--setenv", key, value))],
+            ["--clearenv", *(word for key, value in ENVIRONMENT.items() for word in ("--setenv", key, value))],
             ["--ro-bind", "/usr", "/usr", *_system_folders()],
             ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"],
             ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"],

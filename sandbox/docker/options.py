@@ -5,22 +5,13 @@ import json
 from typing import Any
 
 from pace_agent.sandbox import bundle, inside, seccomp
-from pace_agent.sandbox.base import SandboxSpec
+from pace_agent.sandbox.base import ENVIRONMENT, SandboxSpec
 from pace_agent.sandbox.docker.owner import labels
 from pace_agent.sandbox.launched import OWN_PROCESSES, agent_config
 
 USER = 1000
 LIFETIME = 24 * 3600
 """Seconds after which a container ends by itself, whatever became of its host."""
-ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "HOME": "/box",
-    "TMPDIR": "/tmp",
-    "LANG": "C.UTF-8",
-    "OPENBLAS_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "MALLOC_ARENA_MAX": "2",
-}
 
 BOOT = """
 import json, os, sys
