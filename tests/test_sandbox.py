@@ -364,9 +364,11 @@ async def test_cancelling_a_start_leaves_no_one(provider: RoomProvider) -> None:
     for delay in (0.0, 0.005, 0.02):
         opening = asyncio.ensure_future(provider.open())
         await asyncio.sleep(delay)
-        opening.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await opening
+        if opening.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+        else:  # it was quick
+            await (await opening).close()
     assert provider.stats().open == 0
     session = await provider.open()
     assert (await session.run_python("6 * 7")).stdout == "42\n"
