@@ -10,7 +10,6 @@ What always holds:
 """
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from pace_agent.clock import Clock
 from pace_agent.errors import RunError, UserError
 from pace_agent.types import Batch, Sample
 
@@ -176,21 +176,23 @@ class StepBatches(IterableDataset[MicroBatch]):
         micro_batch: int,
         accumulation: int,
         pad_id: int,
+        clock: Clock,
         on_batch: Callable[[Batch, float], None],
     ) -> None:
         self.source = source
         self.micro_batch = micro_batch
         self.accumulation = accumulation
         self.pad_id = pad_id
+        self.clock = clock
         self.on_batch = on_batch
 
     def __iter__(self) -> Iterator[MicroBatch]:
         while True:
-            started = time.perf_counter()
+            started = self.clock.now()
             batch = self.source.next_batch()
             if batch is None:
                 return
-            self.on_batch(batch, time.perf_counter() - started)
+            self.on_batch(batch, self.clock.now() - started)
             # Whole groups may have lost a member, so a batch of groups can be a little smaller than its full size.
             if not self.accumulation <= len(batch.samples) <= self.micro_batch * self.accumulation:
                 raise RunError(

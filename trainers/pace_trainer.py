@@ -12,7 +12,6 @@ Of TRL's private surface this uses `_compute_loss`, `_get_per_token_logps_and_en
 The closed-form test holds a TRL version to what is expected of them.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from pace_agent.clock import Clock, WallClock
 from pace_agent.errors import UserError
 from pace_agent.trainers.checkpoint import (
     check_complete,
@@ -52,6 +52,8 @@ class PaceTrainer(GRPOTrainer):  # type: ignore[misc]
 
     `publish_at_start` receives the weights before the first step: needed where the engine doesn't hold them yet, after
     a resume or with an adapter that is not fresh. `on_metrics` receives the record of every logged step, with `step`.
+    `clock` is what seconds are read from. `on_computed` receives the batch when its optimiser step is computed, before
+    its weights are published: on virtual time the step's seconds pass there.
     """
 
     def __init__(
@@ -65,12 +67,16 @@ class PaceTrainer(GRPOTrainer):  # type: ignore[misc]
         callbacks: list[TrainerCallback] | None = None,
         on_metrics: Callable[[dict[str, float]], None] | None = None,
         publish_at_start: Callable[[Weights], None] | None = None,
+        clock: Clock | None = None,
+        on_computed: Callable[[Batch], None] | None = None,
     ) -> None:
         if args.world_size > 1:
             raise UserError(f"the trainer runs in one process, but {args.world_size} were launched")
         self.source = source
         self.on_metrics = on_metrics
         self.publish_at_start = publish_at_start
+        self.clock = clock or WallClock()
+        self.on_computed = on_computed
         self.policy_version = 0
         self.best_value: float | None = None
         self._diagnostics = Diagnostics()
@@ -124,6 +130,7 @@ class PaceTrainer(GRPOTrainer):  # type: ignore[misc]
             micro_batch=self.args.per_device_train_batch_size,
             accumulation=self.args.gradient_accumulation_steps,
             pad_id=self._tokenizer.pad_token_id,
+            clock=self.clock,
             on_batch=self._on_batch,
         ).loader()
 
@@ -139,7 +146,7 @@ class PaceTrainer(GRPOTrainer):  # type: ignore[misc]
     def _on_batch(self, batch: Batch, wait_seconds: float) -> None:
         self._batch = batch
         self._wait_seconds = wait_seconds
-        self._step_started = time.perf_counter()
+        self._step_started = self.clock.now()
 
     def _prepare_inputs(self, micro: MicroBatch) -> MicroBatch:
         """In place of TRL's, which would generate."""
@@ -220,16 +227,19 @@ class PaceTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _step_ended(self) -> None:
         batch, self._batch = self._batch, None
-        step_seconds = time.perf_counter() - self._step_started
-        started = time.perf_counter()
+        if batch is not None and self.on_computed is not None:
+            self.on_computed(batch)
+        started = self.clock.now()
+        step_seconds = started - self._step_started
         self.policy_version = self.source.step_ended(self.published_weights())
         self._latest = {
             **(batch.metrics if batch else {}),
             **self._diagnostics.take(),
             "trainer/wait_seconds": self._wait_seconds,
             "trainer/step_seconds": step_seconds,
-            "trainer/publish_seconds": time.perf_counter() - started,
+            "trainer/publish_seconds": self.clock.now() - started,
             "trainer/policy_version": float(self.policy_version),
+            "step_time": step_seconds,  # in place of TRL's, which is of real time
         }
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -239,7 +249,7 @@ class PaceTrainer(GRPOTrainer):  # type: ignore[misc]
             logs.update(self._latest)
         super().log(logs, start_time)
         if of_a_step and self.on_metrics is not None:
-            self.on_metrics({**logs, "step": self.state.global_step})
+            self.on_metrics({**logs, **self._latest, "step": self.state.global_step})
 
     # ---- saving -----------------------------------------------------------------------------------------------------
 

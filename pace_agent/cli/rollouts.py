@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pace_agent.cli.evaluate import evaluate
 from pace_agent.cli.serving import Served, make_engine
-from pace_agent.cli.wiring import wire
-from pace_agent.clock import WallClock
+from pace_agent.cli.wiring import costs_of, wire
+from pace_agent.clock import VirtualClock, WallClock
 from pace_agent.config import RunConfig
 from pace_agent.engine.base import Engine
 from pace_agent.evaluation.metrics import EvalResult
@@ -20,6 +20,7 @@ from pace_agent.ledger import Ledger
 from pace_agent.pool import PacePool, PoolOptions, PoolSummary
 from pace_agent.rollout import handle
 from pace_agent.rollout.handle import RuntimeHandle
+from pace_agent.rollout.inline import RuntimeInline
 from pace_agent.rollout.journal import Journal
 from pace_agent.rollout.runtime import Runtime, RuntimeOptions
 from pace_agent.tasks import TaskQueue
@@ -55,6 +56,11 @@ def open_runtime(config: RunConfig, folder: Path, *, start_over: bool, served: S
     return RuntimeThread(partial(build_runtime, config, folder, start_over=start_over, served=served))
 
 
+def open_virtual_runtime(config: RunConfig, folder: Path, clock: VirtualClock, *, start_over: bool) -> RuntimeInline:
+    """The runtime in the trainer's own thread, on the time of `clock`."""
+    return RuntimeInline(partial(build_runtime, config, folder, start_over=start_over, virtual=clock), clock)
+
+
 def _build_in_process(config: RunConfig, folder: Path, *, start_over: bool, served: Served | None) -> Runtime:
     import torch
     from transformers.utils import logging
@@ -64,12 +70,20 @@ def _build_in_process(config: RunConfig, folder: Path, *, start_over: bool, serv
     return build_runtime(config, folder, start_over=start_over, served=served)
 
 
-def build_runtime(config: RunConfig, folder: Path, *, start_over: bool, served: Served | None = None) -> Runtime:
+def build_runtime(
+    config: RunConfig,
+    folder: Path,
+    *,
+    start_over: bool,
+    served: Served | None = None,
+    virtual: VirtualClock | None = None,
+) -> Runtime:
     """`start_over`: the folder holds lines of a run that was killed before its first checkpoint."""
     from pace_agent.trainers.advantages import group_advantages
 
-    parts, ledger, clock = wire(config), Ledger(), WallClock()
-    engine = make_engine(config, parts.model, parts.limits, served, process=False)
+    parts, ledger, clock = wire(config), Ledger(), virtual or WallClock()
+    engine = make_engine(config, parts.model, parts.limits, served, process=False, clock=virtual)
+    start, most = _concurrency(config)
     runtime: Runtime = Runtime(
         player=parts.player(
             engine,
@@ -77,6 +91,7 @@ def build_runtime(config: RunConfig, folder: Path, *, start_over: bool, served: 
             temperature=config.rollout.temperature,
             top_p=config.rollout.top_p,
             clock=clock,
+            tool_seconds=None if virtual is None else costs_of(config).tool_call,
             version=lambda: runtime.version,
         ),
         engine=engine,
@@ -88,7 +103,8 @@ def build_runtime(config: RunConfig, folder: Path, *, start_over: bool, served: 
         advantages=group_advantages,
         options=RuntimeOptions(
             group_size=config.rollout.group_size,
-            concurrency=config.rollout.concurrency,
+            concurrency=start,
+            most_concurrency=most,
             seed=config.run.seed,
             requeue=config.rollout.requeue,
             max_failure_share=config.rollout.max_failure_share,
@@ -100,6 +116,15 @@ def build_runtime(config: RunConfig, folder: Path, *, start_over: bool, served: 
     if start_over:
         runtime.start_over()
     return runtime
+
+
+def _concurrency(config: RunConfig) -> tuple[int, int | None]:
+    """Where it starts, and up to where it may be moved; `auto` starts with one batch in flight."""
+    given = config.rollout.concurrency
+    if given != "auto":
+        return given, None
+    most = max(config.engine.slots, config.rollout.group_size)
+    return min(config.pool.batch_size, most), most
 
 
 def _making_room(engine: Engine) -> Callable[[], Awaitable[None]] | None:

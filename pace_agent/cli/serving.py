@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from typing import TYPE_CHECKING
 
 from pace_agent.cli.wiring import Parts, make_local
+from pace_agent.clock import VirtualClock
 from pace_agent.config import RunConfig
 from pace_agent.engine.base import Engine
 from pace_agent.errors import UserError
@@ -112,10 +113,18 @@ def _leave_a_gpu(config: RunConfig) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = free[0]
 
 
-def make_engine(config: RunConfig, model: Path, limits: Limits, served: Served | None, *, process: bool) -> Engine:
+def make_engine(
+    config: RunConfig,
+    model: Path,
+    limits: Limits,
+    served: Served | None,
+    *,
+    process: bool,
+    clock: VirtualClock | None = None,
+) -> Engine:
     """The engine of `config.engine`: over `served`, or loaded from `model`, in a process of its own or in this one."""
     if served is None:
-        return make_local(config, model, limits, process=process)
+        return make_local(config, model, limits, process=process, clock=clock)
     return _sglang(config, model, limits, served)
 
 

@@ -2,11 +2,13 @@
 
 Two things go on at once and meet in the pool: this process trains, and another one plays rollouts on the engine. Every
 step hands its weights to the engine; what is in flight goes on with them.
+
+On virtual time both are in this process, and take turns: a step is computed at once, then its seconds pass for the
+rollouts, then its weights are published.
 """
 
 import signal
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -15,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from pace_agent.cli.configs import write_config
 from pace_agent.cli.outcome import write_outcome
-from pace_agent.cli.rollouts import RunEnd, end, evaluate_held, open_runtime
+from pace_agent.cli.rollouts import RunEnd, end, evaluate_held, open_runtime, open_virtual_runtime
 from pace_agent.cli.serving import Served, check_serving, serving, showing_logs
-from pace_agent.cli.wiring import Parts, wire
+from pace_agent.cli.wiring import Parts, costs_of, wire
+from pace_agent.clock import Clock, VirtualClock, WallClock
 from pace_agent.config import RunConfig, trainer_options
 from pace_agent.errors import PaceError, RunError, UserError
 from pace_agent.evaluation.runner import EvalPlan
@@ -25,6 +28,7 @@ from pace_agent.report.files import open_run_folder
 from pace_agent.report.metrics import MetricsWriter, read_metrics
 from pace_agent.report.progress import Progress
 from pace_agent.rollout.handle import RuntimeHandle
+from pace_agent.types import Batch
 
 if TYPE_CHECKING:
     from pace_agent.trainers.pace_trainer import PaceTrainer
@@ -59,7 +63,8 @@ class Training:
         self.outcome: RunEnd | None = None
         self.stopped = False
         self.seconds_before = 0.0
-        self.started = time.monotonic()
+        self.clock: Clock = WallClock()
+        self.on_computed: Callable[[Batch], None] | None = None
 
     # ---- from top to bottom -----------------------------------------------------------------------------------
 
@@ -82,9 +87,7 @@ class Training:
     def _run(
         self, checkpoint: Path | None, state: Mapping[str, Any] | None, progress: Progress, writer: MetricsWriter
     ) -> None:
-        rollouts = self.rollouts = open_runtime(
-            self.config, self.folder, start_over=self.resumed and checkpoint is None, served=self.served
-        )
+        rollouts = self.rollouts = self._open_rollouts(start_over=self.resumed and checkpoint is None)
         try:
             self._train(rollouts, checkpoint, state, progress, writer)
             self.outcome = rollouts.ask(end)
@@ -95,6 +98,19 @@ class Training:
         finally:
             rollouts.close()
 
+    def _open_rollouts(self, *, start_over: bool) -> RuntimeHandle:
+        if self.config.clock.kind == "wall":
+            return open_runtime(self.config, self.folder, start_over=start_over, served=self.served)
+        clock, costs = VirtualClock(), costs_of(self.config)
+        rollouts = open_virtual_runtime(self.config, self.folder, clock, start_over=start_over)
+
+        def spend(batch: Batch) -> None:
+            tokens = sum(sample.trajectory.n_sampled for sample in batch.samples)
+            rollouts.spend(costs.trainer_step(tokens))
+
+        self.clock, self.on_computed = clock, spend
+        return rollouts
+
     def _train(
         self,
         rollouts: RuntimeHandle,
@@ -104,7 +120,7 @@ class Training:
         writer: MetricsWriter,
     ) -> None:
         rollouts.start(state)  # in a process of its own the engine loads while the trainer does
-        if not self.config.engine.process:
+        if self.config.clock.kind == "virtual" or not self.config.engine.process:
             rollouts.started()  # transformers can't load two models at once in one process
         trainer = self.trainer = self._build_trainer(rollouts, progress, writer)
         rollouts.started()
@@ -192,6 +208,8 @@ class Training:
             tokenizer=AutoTokenizer.from_pretrained(self.parts.model),
             peft_config=_adapter(config),
             on_metrics=lambda record: self._on_metrics(record, progress, writer),
+            clock=self.clock,
+            on_computed=self.on_computed,
         )
 
     # ---- resuming and stopping --------------------------------------------------------------------------------
@@ -233,7 +251,7 @@ class Training:
                 signal.signal(number, handler)
 
     def _seconds(self) -> float:
-        return self.seconds_before + time.monotonic() - self.started
+        return self.seconds_before + self.clock.now()
 
 
 def _adapter(config: RunConfig) -> Any:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pace_agent import registry
+from pace_agent.clock import VirtualClock
 from pace_agent.config import RunConfig
 from pace_agent.config.models import SandboxSection
+from pace_agent.costs import Costs
 from pace_agent.engine.base import Engine
 from pace_agent.errors import UserError
 from pace_agent.rollout.adapter import AsyncEnv, as_async
@@ -130,8 +132,13 @@ def context_length(model: Path) -> int:
     return int(config.get("max_position_embeddings", 1 << 20))
 
 
-def make_local(config: RunConfig, model: Path, limits: Limits, *, process: bool) -> Engine:
-    """The local engine of `config.engine`, loaded from `model`, in a process of its own or in this one."""
+def make_local(
+    config: RunConfig, model: Path, limits: Limits, *, process: bool, clock: VirtualClock | None = None
+) -> Engine:
+    """The local engine of `config.engine`, loaded from `model`, in a process of its own or in this one.
+
+    On virtual time `clock` says what its steps cost; it must be in this process then.
+    """
     from pace_agent.engine.local import make_local_engine
 
     return make_local_engine(
@@ -142,7 +149,15 @@ def make_local(config: RunConfig, model: Path, limits: Limits, *, process: bool)
         dtype=config.model.dtype,
         threads=config.engine.threads,
         stale_cache=config.engine.stale_cache,
+        clock=clock,
+        costs=None if clock is None else costs_of(config),
     )
+
+
+def costs_of(config: RunConfig) -> Costs:
+    """What things cost on virtual time; the engine is full with as many rollouts as may run, or as it has slots."""
+    slots, concurrency = config.engine.slots, config.rollout.concurrency
+    return config.clock.costs(rows=slots if concurrency == "auto" else min(concurrency, slots))
 
 
 def _environment(config: RunConfig) -> tuple[Callable[[], AsyncEnv], TaskSource, Provider | None]:
@@ -168,6 +183,11 @@ def _environment(config: RunConfig) -> tuple[Callable[[], AsyncEnv], TaskSource,
     if section.tasks is not None:
         kwargs["tasks"] = source
     provider = None
+    if toolset.needs_session and config.clock.kind == "virtual":
+        raise UserError(
+            f'clock.kind = "virtual": {section.id} runs code in a sandbox, which takes real time; '
+            'use clock.kind = "wall" for it'
+        )
     if toolset.needs_session:
         provider = kwargs["sandbox"] = open_sandbox(config.sandbox)
     env.close()

@@ -1,5 +1,6 @@
 """Configuration: one strict model, read from a TOML file, then the environment, then the command line."""
 
+from pace_agent.config.clock import ClockSection
 from pace_agent.config.load import build_config, load_config
 from pace_agent.config.models import (
     EngineSection,
@@ -18,6 +19,7 @@ from pace_agent.config.toml import dump_toml
 from pace_agent.config.trainer import trainer_options
 
 __all__ = [
+    "ClockSection",
     "EngineSection",
     "EnvSection",
     "EvalSection",

@@ -10,7 +10,13 @@ from pace_agent.config.models import RunConfig
 from pace_agent.config.section import Section
 from pace_agent.config.trainer import DEFAULTS
 
-ALIASES: Mapping[str, str] = {"model": "model.path", "env": "env.id", "seed": "run.seed", "run_dir": "run.dir"}
+ALIASES: Mapping[str, str] = {
+    "model": "model.path",
+    "env": "env.id",
+    "clock": "clock.kind",
+    "seed": "run.seed",
+    "run_dir": "run.dir",
+}
 """Short options of the command line, and the key that each sets."""
 
 

@@ -11,11 +11,21 @@ A field that may be empty is emptied by the word `"none"`, because TOML has no n
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, model_validator
 
+from pace_agent.config.clock import ClockSection
 from pace_agent.config.section import FolderPath, Positive, Seconds, Section
 from pace_agent.config.sglang import SglangSection, check_sglang
 from pace_agent.config.trainer import TrainerOptions, divisors
+
+
+def _concurrency(value: object) -> object:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise ValueError(f"{value!r} is no number of rollouts, which is at least 1; or write 'auto'")
+
+
+Concurrency = Annotated[int | Literal["auto"], PlainValidator(_concurrency)]
 
 
 class EnvSection(Section):
@@ -69,8 +79,9 @@ class EngineSection(Section):
 class RolloutSection(Section):
     """How episodes are played, and when they end."""
 
-    concurrency: Positive = 48
-    """Rollouts in flight. What exceeds the trainer's pace becomes staleness, so more is not better."""
+    concurrency: Concurrency = 48
+    """Rollouts in flight. What exceeds the trainer's pace becomes staleness, so more is not better. `auto`: found while
+    the run goes on, up to `engine.slots`, so that production stays just above what the trainer takes."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Rollouts of one task. Advantages compare a rollout with the others of its group."""
     max_turns: Positive = 5
@@ -210,6 +221,7 @@ class RunConfig(Section):
     trainer: TrainerOptions = Field(default_factory=dict)
     """Options of TRL's GRPOConfig, under TRL's names, over the defaults of the embedded job."""
     eval: EvalSection = Field(default_factory=EvalSection)
+    clock: ClockSection = Field(default_factory=ClockSection)
     run: RunSection = Field(default_factory=RunSection)
 
     @model_validator(mode="after")
@@ -247,6 +259,11 @@ class RunConfig(Section):
         if self.sandbox.backend != "docker" and (self.sandbox.image or self.sandbox.runtime):
             raise ValueError(
                 f'sandbox.image and sandbox.runtime are for sandbox.backend = "docker", not {self.sandbox.backend!r}'
+            )
+        if self.clock.kind == "virtual" and self.engine.kind != "local":
+            raise ValueError(
+                f'clock.kind = "virtual" with engine.kind = {self.engine.kind!r}: servers work in real time. '
+                'Set engine.kind = "local"'
             )
         check_sglang(self.sglang)
         if self.engine.kind == "sglang" and self.sglang.colocate and pool.policy != "sync":

@@ -28,6 +28,7 @@ FIXED_KEYS: Mapping[str, str] = {
     "pool.batch_size": "steps count batches of it",
     "pool.unit": "waiting entries are counted in it",
     "run.seed": "the order of tasks follows from it",
+    "clock.kind": "seconds of one kind can't go on as seconds of the other",
 }
 """Keys that a resumed run must keep, and why."""
 

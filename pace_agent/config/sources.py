@@ -122,7 +122,7 @@ def read_text(key: str, text: str, origin: str) -> Any:
     if key not in FIELDS:
         return _literal(text)
     kinds = _kinds(FIELDS[key].annotation)
-    if str in kinds or Path in kinds:
+    if Path in kinds or (str in kinds and int not in kinds):
         return text
     if list in kinds:
         if text.startswith("["):

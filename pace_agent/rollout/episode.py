@@ -63,6 +63,8 @@ class Player:
     top_p: float = 1.0
     top_k: int = 0
     clock: Clock = field(default_factory=WallClock)
+    tool_seconds: Callable[[int, int], float] | None = None
+    """What a tool call costs on the clock beside what it takes, from the rollout's seed and the number of the call."""
     version: Callable[[], int] = lambda: 0
 
     async def play(self, episode: Episode) -> Trajectory:
@@ -211,6 +213,9 @@ class _Rollout:
 
     async def _step(self, env: AsyncEnv, action: Message) -> tuple[StopReason | None, tuple[Message, ...]]:
         started = self.player.clock.now()
+        cost = self._tool_cost(action)
+        if cost:
+            await self.player.clock.sleep(sum(cost.values()))
         with _blame(EnvironmentFault):
             observation, reward, terminated, truncated, info = await env.astep(action)
         self.turns[-1] = self.turns[-1].answered(self.player.clock.now() - started)
@@ -218,12 +223,23 @@ class _Rollout:
         self.reward += _checked(reward)
         self.messages.extend(observation)
         for name, value in info.get("metrics", {}).items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
+            self.metrics[name] = self.metrics.get(name, 0.0) + float(value) + cost.get(name, 0.0)
         if terminated:
             return StopReason.TERMINATED, observation
         if truncated:
             return StopReason.TRUNCATED_ENVIRONMENT, observation
         return None, observation
+
+    def _tool_cost(self, action: Message) -> dict[str, float]:
+        """Seconds by metric of the calls of a turn that could be read; they run one after another."""
+        cost: dict[str, float] = {}
+        if self.player.tool_seconds is not None:
+            for number, call in enumerate(action.tool_calls, start=self.tool_calls):
+                if call.error is None:
+                    name = f"tool/{call.name}/seconds"
+                    seconds = self.player.tool_seconds(self.episode.sampling_seed, number)
+                    cost[name] = cost.get(name, 0.0) + seconds
+        return cost
 
     async def aclose(self) -> None:
         env, self._env = self._env, None

@@ -27,6 +27,7 @@ from pace_agent.engine.base import Engine, EngineInfo, UpdateRefused, WeightSour
 from pace_agent.errors import RunError
 from pace_agent.ledger import STALE, Ledger, State
 from pace_agent.pool import Draw, Entry, PacePool, Spans
+from pace_agent.rollout.concurrency import Concurrency
 from pace_agent.rollout.episode import Episode, Player
 from pace_agent.rollout.journal import Journal, read_lines, record, rolled_back
 from pace_agent.rollout.window import StepWindow
@@ -42,11 +43,12 @@ class Closable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RuntimeOptions:
-    """`concurrency` bounds the rollouts in flight. More than `max_failure_share` of the last `failure_window` rollouts
-    failing stops the run."""
+    """`concurrency` bounds the rollouts in flight. With `most_concurrency` that is the start, and a controller moves
+    it up to this. More than `max_failure_share` of the last `failure_window` rollouts failing stops the run."""
 
     group_size: int = 8
     concurrency: int = 96
+    most_concurrency: int | None = None
     seed: int = 0
     requeue: bool = True
     max_failure_share: float = 0.5
@@ -118,6 +120,7 @@ class Runtime:
         self.version = 0
         self.step = 0
         self.window = StepWindow()
+        self.concurrency = Concurrency(options.concurrency, least=options.group_size, most=options.most_concurrency)
         self._groups: dict[int, OpenGroup] = {}
         self._in_play: dict[int, InPlay] = {}
         self._next_group = 0
@@ -170,12 +173,14 @@ class Runtime:
                 await self._change()
         self.step += 1
         self._drawn = draw.payloads
+        self.concurrency.drawn(self.clock.now(), len(self._drawn))
         self._log_ledger()
         if self.before_step is not None:
             await self.before_step()
         metrics = {
             **draw.metrics,
             **self.window.metrics(self.clock.now(), self.engine.stats(), self.ledger),
+            "rollout/concurrency": float(self.concurrency.limit),
         }
         return Batch(step=self.step, version=self.version, samples=self._drawn, metrics=metrics)
 
@@ -188,6 +193,7 @@ class Runtime:
             record(sample.trajectory, fate="trained", step=self.step, advantage=sample.advantage) for sample in drawn
         )
         self.journal.flush()
+        self.concurrency.trained(self.clock.now())
         self._changed()
         return self.version
 
@@ -213,7 +219,7 @@ class Runtime:
             return False
         running = self.ledger.count(State.RUNNING)
         size = self.options.group_size
-        if running and running + size > self.options.concurrency:
+        if running and running + size > self.concurrency.limit:
             return False
         return self.pool.admit(size)
 
@@ -293,6 +299,7 @@ class Runtime:
         retried = self.options.requeue and self.queue.max_attempts > 1
         last = retried and group.ref.attempt + 1 >= self.queue.max_attempts
         self._in_play[group.id] = InPlay(group.ref, len(members))
+        self.concurrency.arrived(len(members))
         self.pool.add(
             [
                 Entry(member.id, Sample(member, advantage), Spans.of(member.turns), member.completed_version, last)
@@ -419,6 +426,7 @@ class Runtime:
             "journal": self.journal.state_dict(),
             "ledger_log": self.ledger_log.state_dict(),
             "window": self.window.state_dict(),
+            "concurrency": self.concurrency.state_dict(),
         }
 
     def start_over(self) -> None:
@@ -447,6 +455,8 @@ class Runtime:
             for group, index, attempt, waiting, drawn in state["in_play"]
         }
         self.window.load_state_dict(state["window"])
+        if "concurrency" in state:  # a run that began before there was a controller
+            self.concurrency.load_state_dict(state["concurrency"])
         for name, journal in (("journal", self.journal), ("ledger_log", self.ledger_log)):
             journal.roll_back(state[name]["bytes"], incarnation=self.ledger.incarnation)
         self._groups = {}

@@ -7,6 +7,8 @@ loads no torch.
 from pathlib import Path
 from typing import Literal
 
+from pace_agent.clock import Clock
+from pace_agent.costs import Costs
 from pace_agent.engine.base import Engine
 
 
@@ -20,11 +22,14 @@ def make_local_engine(
     threads: int = 1,
     stale_cache: Literal["recompute", "keep"] = "recompute",
     version: int = 0,
+    clock: Clock | None = None,
+    costs: Costs | None = None,
 ) -> Engine:
     """An engine for a saved model folder; nothing is loaded before `start`.
 
     `threads` is for the process of its own; in this process torch keeps the threads that it has. `context_length`
-    None is the model's. `version` is the policy version of the weights in `path`.
+    None is the model's. `version` is the policy version of the weights in `path`. `clock` and `costs` are for an
+    engine in this process, on virtual time.
     """
     if process:
         from pace_agent.engine.local.process import ProcessEngine
@@ -47,6 +52,8 @@ def make_local_engine(
         dtype=dtype,
         stale_cache=stale_cache,
         version=version,
+        clock=clock,
+        costs=costs,
     )
 
 

@@ -3,15 +3,19 @@
 A step computes in the loop's thread, so nothing else runs in the meantime; `ProcessEngine` has none of that. What
 always holds: steps and weight updates happen in the loop's thread, one at a time, so that no token is sampled while
 weights change, and none while paused.
+
+With `costs`, a step or an update also takes their seconds on the clock: what it gives is there when these have passed,
+and a pause waits for the end of the step.
 """
 
 import asyncio
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pace_agent.clock import Clock
+from pace_agent.costs import Costs
 from pace_agent.engine.base import EngineInfo, EngineStats, Generation, GenerationRequest, WeightSource
 from pace_agent.engine.local.slots import Outcome, SlotDecoder, StaleCache
 from pace_agent.engine.local.weights import load_model, read_weights
@@ -31,6 +35,8 @@ class LocalEngine:
         dtype: str = "float32",
         stale_cache: StaleCache = "recompute",
         version: int = 0,
+        clock: Clock | None = None,
+        costs: Costs | None = None,
     ) -> None:
         self._model = model
         self._dtype = dtype
@@ -42,7 +48,9 @@ class LocalEngine:
         }
         self._decoder: SlotDecoder | None = None
         self._futures: dict[str, asyncio.Future[Generation]] = {}
-        self._times = Times()
+        self._times = Times(clock)
+        self._costs = costs
+        self._stepping = asyncio.Lock()
         self._wake = asyncio.Event()
         self._driver: asyncio.Task[None] | None = None
 
@@ -67,12 +75,24 @@ class LocalEngine:
             if self._times.paused or not decoder.busy:
                 self._wake.clear()
                 continue
-            try:
-                outcomes = decoder.step()
-            except Exception as error:  # whatever a model raises ends the turns, not the engine
-                outcomes = decoder.fail_all(EngineError(f"the model raised {type(error).__name__}: {error}"))
-            self._deliver(outcomes)
+            async with self._stepping:
+                self._deliver(await self._step(decoder))
             await asyncio.sleep(0)
+
+    async def _step(self, decoder: SlotDecoder) -> list[Outcome]:
+        before = decoder.stats()
+        try:
+            outcomes = decoder.step()
+        except Exception as error:  # whatever a model raises ends the turns, not the engine
+            outcomes = decoder.fail_all(EngineError(f"the model raised {type(error).__name__}: {error}"))
+        if self._costs is not None:
+            after = decoder.stats()
+            await self._times.clock.sleep(
+                self._costs.engine_step(
+                    after.sampled_tokens - before.sampled_tokens, after.prefill_tokens - before.prefill_tokens
+                )
+            )
+        return outcomes
 
     def _deliver(self, outcomes: Iterable[Outcome]) -> None:
         for rid, outcome in outcomes:
@@ -106,6 +126,8 @@ class LocalEngine:
 
     async def pause(self) -> None:
         self._times.pause()
+        async with self._stepping:
+            pass
 
     async def resume(self) -> None:
         self._times.resume()
@@ -115,9 +137,10 @@ class LocalEngine:
         decoder = self._started
         if not self._times.paused:
             raise EngineError("weights can be updated only while the engine is paused")
-        start = time.monotonic()
-        decoder.swap(read_weights(source), version)
-        self._times.updated(start)
+        with self._times.updating():
+            if self._costs is not None:
+                await self._times.clock.sleep(self._costs.update_seconds)
+            decoder.swap(read_weights(source), version)
 
     def stats(self) -> EngineStats:
         return self._times.added_to(EngineStats() if self._decoder is None else self._decoder.stats())

@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -274,16 +273,15 @@ class ProcessEngine:
     async def update_weights(self, source: WeightSource, version: int) -> None:
         if not self._times.paused:
             raise EngineError("weights can be updated only while the engine is paused")
-        start = time.monotonic()
-        if isinstance(source, Mapping):
-            file = await asyncio.to_thread(share_weights, source)
-            try:
-                await self._ask("update", str(file), version)
-            finally:
-                file.unlink(missing_ok=True)
-        else:
-            await self._ask("update", _absolute(source), version)
-        self._times.updated(start)
+        with self._times.updating():
+            if isinstance(source, Mapping):
+                file = await asyncio.to_thread(share_weights, source)
+                try:
+                    await self._ask("update", str(file), version)
+                finally:
+                    file.unlink(missing_ok=True)
+            else:
+                await self._ask("update", _absolute(source), version)
 
     def stats(self) -> EngineStats:
         return self._times.added_to(replace(self._counters, running=len(self._futures)))

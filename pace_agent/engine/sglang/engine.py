@@ -288,10 +288,9 @@ class SGLangEngine:
             raise EngineError("weights can be updated only while the engine is paused")
         if version < self._fleet.version:
             raise EngineError(f"version {version} is below the engine's version {self._fleet.version}")
-        started = time.monotonic()
-        await self._fleet.update(source, version)
-        self._updates += 1
-        self._times.updated(started)
+        with self._times.updating():
+            await self._fleet.update(source, version)
+            self._updates += 1
 
     # ---- figures and waiting --------------------------------------------------------------------------------------
 
