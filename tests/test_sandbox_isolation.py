@@ -105,7 +105,8 @@ async def test_no_privileges_inside_or_outside(session: RoomSession) -> None:
     assert (fields["NoNewPrivs"], fields["Seccomp"]) == ("1", "2")
     assert fields["Uid"].split() == ["1000"] * 4
     mark = rooms.mark()
-    await session.exec(["sh", "-c", f"sleep {mark} &"])
+    await session.exec(["sh", "-c", f"exec setsid sleep {mark} > /dev/null 2>&1 & sleep 0.5"])
+    await rooms.until(lambda: len(rooms.sleepers(mark)) == 1)
     (pid,) = rooms.sleepers(mark)
     outside = status_fields(pid)
     expected = bwrap_module.NOBODY if os.geteuid() == 0 else os.geteuid()
