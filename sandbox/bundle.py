@@ -16,15 +16,23 @@ from pace_agent.errors import SandboxError
 Sources = list[tuple[str, str]]
 """Names of modules and their text, in the order in which they are made."""
 
-_MAKE = """
-def make(bundle):
+COMPILE = """
+def compiled(sources):
+    return tuple(
+        (name, compile(text, "/.pace/" + name.rpartition(".")[2] + ".py", "exec", dont_inherit=True))
+        for name, text in sources
+    )
+"""
+"""Text that defines `compiled(sources)`, what `make` wants."""
+MAKE = """
+def make(codes):
     import sys
-    for name, code in bundle:
+    for name, code in codes:
         module = sys.modules[name] = type(sys)(name)
         exec(code, module.__dict__)
     return module
 """
-"""`make([(name, code or text)])` brings the modules to life, and gives back the last one."""
+"""Text that defines `make`, which brings modules to life and gives back the last one."""
 
 
 def sources(package: str, order: Sequence[str]) -> Sources:
@@ -35,11 +43,9 @@ def sources(package: str, order: Sequence[str]) -> Sources:
 
 _BUILD = f"""
 import importlib.util, json, marshal, sys
-codes = tuple(
-    (name, compile(text, "/.pace/" + name.rpartition(".")[2] + ".py", "exec", dont_inherit=True))
-    for name, text in json.load(sys.stdin.buffer)
-)
-program = compile({_MAKE + "make('codes').start()"!r}, "/.pace/agent.py", "exec", dont_inherit=True)
+{COMPILE}
+codes = compiled(json.load(sys.stdin.buffer))
+program = compile({MAKE + "make('codes').start()"!r}, "/.pace/agent.py", "exec", dont_inherit=True)
 constants = tuple(codes if constant == "codes" else constant for constant in program.co_consts)
 code = program.replace(co_consts=constants)
 sys.stdout.buffer.write(importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code))

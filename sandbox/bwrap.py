@@ -10,6 +10,7 @@ bounded over the whole room where we may make cgroups; elsewhere memory is watch
 be allocated between two looks (`memory_enforced=False`). The number of files is bounded where the launcher may mount.
 """
 
+import json
 import os
 import platform
 import shutil
@@ -116,7 +117,7 @@ class Bwrap:
         return Plan(
             # The options through a descriptor, because inside the first process's command line can be read.
             argv=[str(self.binary), "--args", str(_ARGUMENTS_FD), "--", self.interpreter.path, "-I", "-S",
-                  "/.pace/agent.pyc", config],
+                  "/.pace/agent.pyc", json.dumps(config)],
             files={
                 _ARGUMENTS_FD: b"".join(word.encode() + b"\0" for word in arguments),
                 _PASSWD_FD: _PASSWD,

@@ -1,7 +1,6 @@
 """Rooms that are processes of this machine, started by the launcher: bubblewrap's, and those without any walls."""
 
 import asyncio
-import json
 import os
 import socket
 from collections.abc import Sequence
@@ -34,8 +33,10 @@ class Kind(Protocol):
         """How to start a room: a session's, or one for `fresh` executions. `makes_folders`: the launcher can."""
 
 
-def agent_config(spec: SandboxSpec, *, root: str, namespaced: bool, own_user: bool, shown: Sequence[str] = ()) -> str:
-    """What the program inside keeps to, as JSON.
+def agent_config(
+    spec: SandboxSpec, *, root: str, namespaced: bool, own_user: bool, shown: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What the program inside keeps to; it goes there as JSON.
 
     `own_user`: no process outside counts as this user's. `shown`: folders below those that are covered for each fresh
     execution, to be shown in it again.
@@ -53,7 +54,7 @@ def agent_config(spec: SandboxSpec, *, root: str, namespaced: bool, own_user: bo
     }
     if own_user:  # elsewhere it would count every process that the user has
         limits["NPROC"] = spec.processes + OWN_PROCESSES
-    config: dict[str, Any] = {
+    return {
         "root": root,
         "captured": spec.captured,
         "namespaced": namespaced,
@@ -64,7 +65,6 @@ def agent_config(spec: SandboxSpec, *, root: str, namespaced: bool, own_user: bo
         "files": spec.files,
         "shown": list(shown),
     }
-    return json.dumps(config)
 
 
 class LaunchedRooms:

@@ -52,6 +52,10 @@ class Backend(Protocol):
     def name(self) -> str: ...
 
     @property
+    def user(self) -> int | None:
+        """Whom rooms run as, seen from outside; None: as we do."""
+
+    @property
     def has_zygote(self) -> bool:
         """Whether its rooms can serve `fresh` executions by forking."""
 

@@ -4,6 +4,7 @@ For code that you trust, on machines where nothing better runs. Sessions, deadli
 are the same; but the code reads and writes whatever this user may, reaches the network, and can kill our processes.
 """
 
+import json
 import os
 import sys
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class UnsafeSubprocess:
     def plan(self, spec: SandboxSpec, *, fresh: bool, makes_folders: bool) -> Plan:
         config = agent_config(spec, root="", namespaced=False, own_user=False)
         return Plan(
-            argv=[sys.executable, "-I", "-S", "-c", bundle.run_compiled(_AGENT_FD), config],
+            argv=[sys.executable, "-I", "-S", "-c", bundle.run_compiled(_AGENT_FD), json.dumps(config)],
             files={_AGENT_FD: bundle.compiled(inside.__name__, inside.SESSION, sys.executable)},
             environment={
                 "PATH": os.environ.get("PATH", os.defpath),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,9 +14,8 @@ from rich.text import Text
 from pace_agent.cli.wiring import open_sandbox
 from pace_agent.config.models import SandboxSection
 from pace_agent.errors import SandboxError, UserError
-from pace_agent.sandbox import BackendCheck, backend_named, bwrap, check
+from pace_agent.sandbox import BackendCheck, backend_named, check, check_one
 from pace_agent.sandbox.base import ExecResult, Outcome
-from pace_agent.sandbox.docker.options import USER
 from pace_agent.sandbox.probes import ProbeResult, run
 from pace_agent.sandbox.provider import RoomProvider
 
@@ -31,16 +31,15 @@ Tried = dict[str, list[ProbeResult]]
 def check_backends(section: SandboxSection, *, quick: bool, everything: bool, as_json: bool) -> int:
     """Print what works here and what each contains; status 1 if no isolating backend works, or one leaks."""
     console = Console(highlight=False)
-    found = check(section.image, section.runtime)
-    if section.backend != "auto":
-        found = [each for each in found if each.backend == section.backend]
+    image, runtime = section.image, section.runtime
+    found = check(image, runtime) if section.backend == "auto" else [check_one(section.backend, image, runtime)]
     tried: Tried = {}
     for each in found:
         if each.available and not quick and each.backend != "subprocess":
             with Console(stderr=True).status(f"attacking {each.backend} from inside"):
                 tried |= asyncio.run(_attack(each.backend, section))
     if as_json:
-        print(json.dumps({"backends": [_backend_facts(each) for each in found], "probes": _probe_facts(tried)}))
+        print(json.dumps({"backends": [asdict(each) for each in found], "probes": _probe_facts(tried)}))
     else:
         _print_backends(console, found)
         for kind, results in tried.items():
@@ -52,10 +51,9 @@ def check_backends(section: SandboxSection, *, quick: bool, everything: bool, as
 
 async def _attack(name: str, section: SandboxSection) -> Tried:
     backend = backend_named(name, section.image, section.runtime)
-    user = USER if name == "docker" else bwrap.backend().user
     async with RoomProvider(backend) as provider:
-        tried = {f"{name} session": await run(provider, user=user)}
-        tried[f"{name} fresh"] = await run(provider, fresh=True, has_zygote=backend.has_zygote, user=user)
+        tried = {f"{name} session": await run(provider, user=backend.user)}
+        tried[f"{name} fresh"] = await run(provider, fresh=True, has_zygote=backend.has_zygote, user=backend.user)
     return tried
 
 
@@ -89,10 +87,6 @@ def _print_probes(console: Console, kind: str, results: list[ProbeResult], every
     console.print(table)
 
 
-def _backend_facts(each: BackendCheck) -> dict[str, Any]:
-    return {name: getattr(each, name) for name in ("backend", "available", "reason", "remedy")}
-
-
 def _probe_facts(tried: Tried) -> dict[str, list[dict[str, Any]]]:
     return {
         kind: [
@@ -118,7 +112,7 @@ def run_file(path: str, section: SandboxSection, *, as_json: bool) -> int:
         print(f"error: {error}", file=sys.stderr)
         return NO_SANDBOX
     if as_json:
-        print(json.dumps({name: getattr(result, name) for name in ExecResult.__dataclass_fields__}))
+        print(json.dumps(asdict(result)))
     else:
         _write(sys.stdout, result.stdout)
         _write(sys.stderr, result.stderr)

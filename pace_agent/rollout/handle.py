@@ -1,5 +1,6 @@
 """What a trainer holds of the runtime, wherever it runs: beside it in a thread, or in a process of its own."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -99,3 +100,31 @@ class Asking(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.ask(load_state_dict, state)
+
+
+class Building(Asking):
+    """A handle whose runtime `build` makes on an event loop of this process."""
+
+    def __init__(self, build: Callable[[], Runtime]) -> None:
+        self._build = build
+        self._runtime: Runtime | None = None
+        self._stopping = False
+        """Whether a stop came, maybe while the runtime was still being built."""
+        self._closed = False
+
+    async def _start(self, state: Mapping[str, Any] | None) -> None:
+        self._runtime = self._build()
+        if state is not None:
+            self._runtime.load_state_dict(state)
+        if self._stopping:
+            self._runtime.stop()
+        await self._runtime.start()
+
+
+def end_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel what is left on a loop that stands still, and wait for its end."""
+    for task in (left := asyncio.all_tasks(loop)):
+        task.cancel()
+    if left:
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+    loop.run_until_complete(loop.shutdown_asyncgens())

@@ -17,18 +17,15 @@ REAL_SECONDS = frozenset({"pool/draw_seconds"})
 """Metrics that measure this machine. Left out, so that two runs give the same rows."""
 
 
-class RuntimeInline(handle.Asking):
+class RuntimeInline(handle.Building):
     """A `RuntimeHandle`. `build` makes the runtime, with `clock` as its clock.
 
     While the trainer computes, no virtual time passes; `spend` then lets its seconds pass, and rollouts go on.
     """
 
     def __init__(self, build: Callable[[], Runtime], clock: VirtualClock) -> None:
-        self._build = build
+        super().__init__(build)
         self._loop = clock.loop
-        self._runtime: Runtime | None = None
-        self._stopping = False
-        self._closed = False
 
     def start(self, state: Mapping[str, Any] | None = None) -> None:
         self._run(self._start(state))
@@ -55,7 +52,7 @@ class RuntimeInline(handle.Asking):
         self._run(asyncio.sleep(seconds))
 
     def stop(self) -> None:
-        self._stopping = True  # for a runtime that is still being built
+        self._stopping = True
         if not self._closed and self._runtime is not None:
             self._runtime.stop()
 
@@ -67,7 +64,8 @@ class RuntimeInline(handle.Asking):
             if self._runtime is not None:
                 self._run(self._runtime.aclose())
         finally:
-            self._end()
+            handle.end_tasks(self._loop)
+            self._loop.close()
 
     def _run(self, awaitable: Awaitable[T]) -> T:
         task = asyncio.ensure_future(awaitable, loop=self._loop)
@@ -76,19 +74,3 @@ class RuntimeInline(handle.Asking):
         except BaseException:
             task.cancel()  # where the loop itself could not go on, or Ctrl-C came
             raise
-
-    async def _start(self, state: Mapping[str, Any] | None) -> None:
-        self._runtime = self._build()
-        if state is not None:
-            self._runtime.load_state_dict(state)
-        if self._stopping:
-            self._runtime.stop()
-        await self._runtime.start()
-
-    def _end(self) -> None:
-        for task in (left := asyncio.all_tasks(self._loop)):
-            task.cancel()
-        if left:
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()

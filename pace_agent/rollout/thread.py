@@ -14,17 +14,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class RuntimeThread(handle.Asking):
+class RuntimeThread(handle.Building):
     """A `RuntimeHandle`. `build` makes the runtime on the loop, so that everything it holds belongs to that loop."""
 
     def __init__(self, build: Callable[[], Runtime]) -> None:
-        self._build = build
+        super().__init__(build)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="pace-runtime", daemon=True)
         self._starting: concurrent.futures.Future[None] | None = None
-        self._runtime: Runtime | None = None
-        self._stopping = False
-        self._closed = False
 
     def start(self, state: Mapping[str, Any] | None = None) -> None:
         self._thread.start()
@@ -54,7 +51,7 @@ class RuntimeThread(handle.Asking):
             raise
 
     def stop(self) -> None:
-        self._stopping = True  # for a runtime that is still being built
+        self._stopping = True
         if not self._closed and self._runtime is not None:
             self._loop.call_soon_threadsafe(self._runtime.stop)
 
@@ -71,21 +68,10 @@ class RuntimeThread(handle.Asking):
                 self._thread.join()
             self._loop.close()
 
-    async def _start(self, state: Mapping[str, Any] | None) -> None:
-        self._runtime = self._build()
-        if state is not None:
-            self._runtime.load_state_dict(state)
-        if self._stopping:
-            self._runtime.stop()
-        await self._runtime.start()
-
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
         finally:
-            for task in (left := asyncio.all_tasks(self._loop)):
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            handle.end_tasks(self._loop)
             self._loop.run_until_complete(self._loop.shutdown_default_executor())

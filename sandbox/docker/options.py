@@ -2,6 +2,7 @@
 
 import base64
 import json
+from functools import cache
 from typing import Any
 
 from pace_agent.sandbox import bundle, inside, seccomp
@@ -13,8 +14,9 @@ USER = 1000
 LIFETIME = 24 * 3600
 """Seconds after which a container ends by itself, whatever became of its host."""
 
-BOOT = """
-import json, os, sys
+BOOT = f"""
+import json, os
+{bundle.COMPILE}{bundle.MAKE}
 def read(size):
     parts = []
     while size:
@@ -28,24 +30,33 @@ reader, writer, nothing = os.dup(0), os.dup(1), os.open("/dev/null", os.O_RDWR)
 os.dup2(nothing, 0)
 os.dup2(nothing, 1)
 os.close(nothing)
-for name, text in given["sources"]:
-    module = sys.modules[name] = type(sys)(name)
-    exec(compile(text, "/.pace/" + name.rpartition(".")[2] + ".py", "exec", dont_inherit=True), module.__dict__)
-module.serve(reader, writer, given["config"])
+make(compiled(given["sources"])).serve(reader, writer, given["config"])
 """
 """Takes the program from the attached stream, moves the stream away from where code can write to it, and starts."""
+
+
+@cache
+def _sources() -> bundle.Sources:
+    return bundle.sources(inside.__name__, inside.CONTAINER)
+
+
+@cache
+def _filters() -> dict[str, str]:
+    architectures = (seccomp.X86_64, seccomp.AARCH64)
+    return {each.name: base64.b64encode(seccomp.program(each.name)).decode() for each in architectures}
+
+
+@cache
+def _profile() -> str:
+    return json.dumps(seccomp.docker_profile())
 
 
 def first_message(spec: SandboxSpec) -> bytes:
     """The program and what it keeps to, for BOOT."""
     # Numbers of processes are bounded by the container's control group: a limit by user would count other containers'.
-    config = json.loads(agent_config(spec, root="/box", namespaced=True, own_user=False))
-    config["lifetime"] = LIFETIME
-    config["filters"] = {
-        each.name: base64.b64encode(seccomp.program(each.name)).decode() for each in (seccomp.X86_64, seccomp.AARCH64)
-    }
-    sources = bundle.sources(inside.__name__, inside.CONTAINER)
-    data = json.dumps({"sources": sources, "config": config}).encode()
+    config = agent_config(spec, root="/box", namespaced=True, own_user=False)
+    config |= {"lifetime": LIFETIME, "filters": _filters()}
+    data = json.dumps({"sources": _sources(), "config": config}).encode()
     return len(data).to_bytes(4, "big") + data
 
 
@@ -66,7 +77,7 @@ def creation(image: str, spec: SandboxSpec, runtime: str | None) -> dict[str, An
         "network_mode": "none",
         "read_only": True,
         "cap_drop": ["ALL"],
-        "security_opt": ["no-new-privileges", f"seccomp={json.dumps(seccomp.docker_profile())}"],
+        "security_opt": ["no-new-privileges", f"seccomp={_profile()}"],
         "pids_limit": spec.processes + OWN_PROCESSES,
         "mem_limit": spec.memory,
         "memswap_limit": spec.memory,

@@ -19,7 +19,7 @@ from pace_agent.sandbox.base import BackendCheck, SandboxSpec
 from pace_agent.sandbox.docker import image as images
 from pace_agent.sandbox.docker import owner
 from pace_agent.sandbox.docker.daemon import Daemon, NotHere, attach
-from pace_agent.sandbox.docker.options import creation, first_message
+from pace_agent.sandbox.docker.options import USER, creation, first_message
 from pace_agent.sandbox.room import Room, RoomEnd
 from pace_agent.sandbox.trial import first_program
 
@@ -41,6 +41,7 @@ class Docker:
     image: str | None = None
     runtime: str | None = None
     name: str = "docker"
+    user: int = USER
     has_zygote: bool = False
 
     def rooms(self) -> "DockerRooms":

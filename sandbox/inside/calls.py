@@ -175,6 +175,9 @@ def piped(number: int, stdin: bytes, captured: int) -> tuple[Call, tuple[int, in
     out, far_out = os.pipe()
     err, far_err = os.pipe()
     far_given, given = os.pipe() if stdin else (os.open("/dev/null", os.O_RDONLY), -1)
+    for fd in (out, err, given):
+        if fd >= 0:
+            os.set_blocking(fd, False)
     call = Call(number, -1, out, err, captured)
     call.given, call.pending = given, memoryview(stdin)
     return call, (far_given, far_out, far_err)

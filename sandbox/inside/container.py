@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-import functools
 import os
 import signal
 
-from pace_agent.sandbox.inside.confine import install_filter, set_dumpable
-from pace_agent.sandbox.inside.processes import in_child, limit
+from pace_agent.sandbox.inside.confine import install_filter
 from pace_agent.sandbox.inside.session import Session
+from pace_agent.sandbox.inside.session import serve as serve_session
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -63,8 +62,5 @@ def serve(reader: int, writer: int, config: Header) -> None:
     machine = os.uname().machine
     if machine not in config["filters"]:
         raise SystemExit(f"there is no filter on system calls for {machine}")
-    set_dumpable(False)
-    in_child.append(functools.partial(set_dumpable, True))
     install_filter(base64.b64decode(config["filters"][machine]))
-    limit(config["limits"])
-    ContainerSession(reader, writer, config).serve()
+    serve_session(reader, writer, config, ContainerSession)

@@ -136,7 +136,7 @@ class Session(Supervisor):
         return {}, NOTHING
 
 
-def serve(reader: int, writer: int, config: Header) -> None:
+def serve(reader: int, writer: int, config: Header, kind: type[Session] = Session) -> None:
     """Serve the host at these descriptors until it is gone."""
     if not config["namespaced"]:
         become_reaper()
@@ -144,7 +144,7 @@ def serve(reader: int, writer: int, config: Header) -> None:
     set_dumpable(False)
     in_child.append(functools.partial(set_dumpable, True))
     limit(config["limits"])
-    Session(reader, writer, config).serve()
+    kind(reader, writer, config).serve()
 
 
 def start() -> None:

@@ -119,15 +119,11 @@ class Supervisor:
         for fd in far_ends:
             os.close(fd)
         poll = select.poll()
-        if not call.is_cell:  # the kernel's pipes are not its own, and were made so
-            for fd in (call.out, call.err):
-                os.set_blocking(fd, False)
         for fd in (self.reader, self.wake, call.out, call.err):
             poll.register(fd, select.POLLIN)
         if reports is not None:
             poll.register(reports, select.POLLIN)
         if call.given >= 0:
-            os.set_blocking(call.given, False)
             poll.register(call.given, select.POLLOUT)
         while not call.killed:
             for fd, _ in poll.poll(self.next_check(call)):
