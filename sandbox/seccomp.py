@@ -16,6 +16,7 @@ import platform
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 KILL_PROCESS = 0x80000000
@@ -153,20 +154,12 @@ def _only_families() -> list[bytes]:
     return [_argument(0), *allowed, refused, _instruction(_RETURN, ALLOW)]
 
 
-def _no_new_namespaces() -> list[bytes]:
+def _without_bits(index: int, bits: int, error: int) -> list[bytes]:
+    """Refuse where an argument has any of these bits."""
     return [
-        _argument(0),
-        _instruction(_JUMP_SET, CLONE_NAMESPACES, 0, 1),
-        _instruction(_RETURN, _refuse(errno.EPERM)),
-        _instruction(_RETURN, ALLOW),
-    ]
-
-
-def _no_huge_pages() -> list[bytes]:
-    return [
-        _argument(3),
-        _instruction(_JUMP_SET, HUGE_PAGES, 0, 1),
-        _instruction(_RETURN, _refuse(errno.ENOMEM)),
+        _argument(index),
+        _instruction(_JUMP_SET, bits, 0, 1),
+        _instruction(_RETURN, _refuse(error)),
         _instruction(_RETURN, ALLOW),
     ]
 
@@ -183,11 +176,11 @@ def _no_terminal_injection() -> list[bytes]:
 
 
 _CHECKS: Mapping[str, Callable[[], list[bytes]]] = {
-    "clone": _no_new_namespaces,
+    "clone": partial(_without_bits, 0, CLONE_NAMESPACES, errno.EPERM),
     "socket": _only_families,
     "socketpair": _only_families,
     "ioctl": _no_terminal_injection,
-    "mmap": _no_huge_pages,
+    "mmap": partial(_without_bits, 3, HUGE_PAGES, errno.ENOMEM),
 }
 
 

@@ -43,9 +43,7 @@ def draw_policies(rows: Rows, path: Path, *, title: str = "") -> Drawn:
 
 def _throughput(axis: "Axes", rows: Rows) -> None:
     _head(axis, "Trainer", "share of the time in which it works")
-    values = _column(rows, "busy")
-    axis.barh(range(len(rows)), values, height=0.62, color=BLUE)
-    _numbers(axis, values, values, "{:.0%}".format)
+    _bars(axis, _column(rows, "busy"), BLUE, "{:.0%}".format)
 
 
 def _staleness(axis: "Axes", rows: Rows) -> None:
@@ -54,40 +52,40 @@ def _staleness(axis: "Axes", rows: Rows) -> None:
     places = range(len(rows))
     axis.barh(places, generation, height=0.62, color=ORANGE, label="generation")
     axis.barh(places, waiting, left=generation, height=0.62, color=BLUE, label="waiting")
-    total = _column(rows, "token_staleness")
-    _numbers(axis, total, total, "{:.2f}".format)
+    _numbers(axis, _column(rows, "token_staleness"), "{:.2f}".format)
     axis.legend(loc="lower right", bbox_to_anchor=(1.01, 1.0), ncols=2, frameon=False, fontsize=FONT - 1)
 
 
 def _waste(axis: "Axes", rows: Rows) -> None:
     _head(axis, "Waste", "rejected rollouts, over rejected and trained")
-    values = _column(rows, "rejected_share")
-    axis.barh(range(len(rows)), values, height=0.62, color=RED)
-    _numbers(axis, values, values, "{:.0%}".format)
+    _bars(axis, _column(rows, "rejected_share"), RED, "{:.0%}".format)
 
 
 def _lengths(axis: "Axes", rows: Rows) -> None:
     _head(axis, "Long rollouts", "their share, trained over completed; 1 is no bias")
-    values = _column(rows, "tail_share")
     axis.axvline(1.0, color=GREY, linewidth=1.1)
-    axis.barh(range(len(rows)), values, height=0.62, color=GREEN)
-    _numbers(axis, values, values, "{:.2f}".format)
+    _bars(axis, _column(rows, "tail_share"), GREEN, "{:.2f}".format)
 
 
 def _column(rows: Rows, name: str) -> list[float]:
     return [math.nan if row[name] is None else float(row[name]) for row in rows.values()]
 
 
-def _numbers(axis: "Axes", ends: Sequence[float], values: Sequence[float], form: Callable[[float], str]) -> None:
-    """The value at the end of every bar, and room for it."""
-    known = sorted(value for value in ends if math.isfinite(value) and value > 0)
+def _bars(axis: "Axes", values: Sequence[float], color: str, form: Callable[[float], str]) -> None:
+    axis.barh(range(len(values)), values, height=0.62, color=color)
+    _numbers(axis, values, form)
+
+
+def _numbers(axis: "Axes", values: Sequence[float], form: Callable[[float], str]) -> None:
+    """Every value at the end of its bar, and room for it."""
+    known = sorted(value for value in values if math.isfinite(value) and value > 0)
     median = known[len(known) // 2] if known else 1.0
     edge = max((value for value in known if value <= OUT_OF_SCALE * median), default=1.0)
     axis.set_xlim(0, 1.22 * edge)
-    for place, (end, value) in enumerate(zip(ends, values, strict=True)):
-        at = min(end, 1.06 * edge) if math.isfinite(end) else 0.0
+    for place, value in enumerate(values):
+        at = min(value, 1.06 * edge) if math.isfinite(value) else 0.0
         text = form(value) if math.isfinite(value) else "undefined"
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.2} if end > at else None
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.2} if value > at else None
         axis.text(at + 0.015 * edge, place, text, va="center", fontsize=FONT - 1, color=INK, bbox=box)
 
 
